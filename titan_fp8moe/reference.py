@@ -1,0 +1,187 @@
+"""Pure-torch twin of every op: the semantics of record, on any device.
+
+Names as everywhere in this package: ``rowwise`` and ``colwise`` say which axis shares one scale, ``per_group`` that
+each token group has its own. ``offs`` are int32 end offsets of the token groups; rows at or past ``offs[-1]`` belong
+to no group. A scale multiplies: ``x ≈ q.float() * scale``.
+"""
+
+import torch
+
+from titan_fp8moe.float8 import ALIGNMENT, FP8_DTYPE, round_up, scale_from_amax
+
+
+def _divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    # Each NaN is replaced by the canonical one: its sign would otherwise depend on the device.
+    return torch.where(scale.isnan(), torch.nan, x.float() / scale).to(FP8_DTYPE)
+
+
+def _bits_of_magnitude(x: torch.Tensor) -> torch.Tensor:
+    # As integers magnitudes keep their order, and NaN is above infinity: a maximum that cannot lose a NaN.
+    return x.float().abs().contiguous().view(torch.int32)
+
+
+def _amax(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return _bits_of_magnitude(x).amax(dim).view(torch.float32)
+
+
+def group_of_row(offs: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The group that each of ``num_rows`` rows belongs to, int64 ``(M,)``; E for rows at or past ``offs[-1]``."""
+    return torch.searchsorted(offs, torch.arange(num_rows, device=offs.device, dtype=offs.dtype), right=True)
+
+
+def column_major(x: torch.Tensor) -> torch.Tensor:
+    """A copy of ``x (M, K)`` in column-major order whose leading dimension is M rounded up to 16, as TMA wants it."""
+    m, k = x.shape
+    out = x.new_empty((k, round_up(m, ALIGNMENT)))[:, :m].t()
+    return out.copy_(x)
+
+
+def _colwise_per_group_amax(x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    group = group_of_row(offs, x.shape[0])
+    bits = torch.zeros((offs.shape[0] + 1, x.shape[1]), dtype=torch.int32, device=x.device)
+    bits.scatter_reduce_(0, group[:, None].expand(x.shape), _bits_of_magnitude(x), "amax")
+    return bits[:-1].view(torch.float32)
+
+
+def _scale_of_row(scale: torch.Tensor, offs: torch.Tensor, num_rows: int) -> torch.Tensor:
+    # An infinite scale for rows of no group: finite values become zeros there.
+    no_group = scale.new_full((1, scale.shape[1]), torch.inf)
+    return torch.cat((scale, no_group))[group_of_row(offs, num_rows)]
+
+
+def _zero_past_last_group(q: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    in_group = group_of_row(offs, q.shape[0]) < offs.shape[0]
+    return torch.where(in_group[:, None], q.view(torch.uint8), 0).view(q.dtype)
+
+
+def quantize_rowwise(
+    x: torch.Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = scale_from_amax(_amax(x, 1), round_scales_to_power_of_2)
+    return _divide(x, scale[:, None]).contiguous(), scale
+
+
+def quantize_colwise_per_group(
+    x: torch.Tensor, offs: torch.Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = scale_from_amax(_colwise_per_group_amax(x, offs), round_scales_to_power_of_2)
+    q = _divide(x, _scale_of_row(scale, offs, x.shape[0]))
+    return column_major(_zero_past_last_group(q, offs)), scale
+
+
+def quantize_rowwise_per_group(
+    x_t: torch.Tensor, offs: torch.Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, scale = quantize_colwise_per_group(x_t.t(), offs, round_scales_to_power_of_2)
+    return q.t(), scale
+
+
+def rescale_colwise_per_group(
+    q: torch.Tensor, scale: torch.Tensor, scale_col: torch.Tensor, offs: torch.Tensor
+) -> torch.Tensor:
+    """Row-scaled ``q (M, K)`` with ``scale (M,)`` as column-scaled, column-major, for given ``scale_col (E, K)``."""
+    scale_col = _scale_of_row(scale_col, offs, q.shape[0])
+    # Where the ratio of two scales passes 2**30, q is zero (its column's amax is at least its own magnitude): the
+    # bound only keeps 0 * inf away.
+    ratio = (scale[:, None] / scale_col).clamp_max(2.0**30)
+    rescaled = torch.where(ratio.isnan(), torch.nan, q.float() * ratio).to(FP8_DTYPE)
+    return column_major(_zero_past_last_group(rescaled, offs))
+
+
+def requantize_colwise_per_group(
+    q: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dequantized = q.float() * scale[:, None]
+    scale_col = scale_from_amax(_colwise_per_group_amax(dequantized, offs), round_scales_to_power_of_2)
+    if round_scales_to_power_of_2:
+        return rescale_colwise_per_group(q, scale, scale_col, offs), scale_col
+    q_col = _divide(dequantized, _scale_of_row(scale_col, offs, q.shape[0]))
+    return column_major(_zero_past_last_group(q_col, offs)), scale_col
+
+
+def quantize_rowwise_and_colwise_per_group(
+    x: torch.Tensor, offs: torch.Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, scale = quantize_rowwise(x, round_scales_to_power_of_2)
+    if round_scales_to_power_of_2:
+        scale_col = scale_from_amax(_colwise_per_group_amax(x, offs))
+        q_col = rescale_colwise_per_group(q, scale, scale_col, offs)
+    else:
+        q_col, scale_col = quantize_colwise_per_group(x, offs, round_scales_to_power_of_2)
+    return q, scale, q_col, scale_col
+
+
+def quantize_weight_colwise(
+    w_t: torch.Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = scale_from_amax(_amax(w_t, 1), round_scales_to_power_of_2)
+    return _divide(w_t, scale[:, None, :]).transpose(1, 2).contiguous().transpose(1, 2), scale
+
+
+def quantize_weight_rowwise(
+    w_t: torch.Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = scale_from_amax(_amax(w_t, 2), round_scales_to_power_of_2)
+    return _divide(w_t, scale[:, :, None]).contiguous().transpose(1, 2), scale
+
+
+def _groups(offs: torch.Tensor, num_rows: int) -> list[tuple[int, int]]:
+    ends = offs.tolist()
+    starts = [0, *ends[:-1]]
+    if any(end < start for start, end in zip(starts, ends, strict=True)) or (ends and ends[-1] > num_rows):
+        raise ValueError(
+            f"offs must be non-decreasing end offsets with offs[-1] <= M = {num_rows}, got {ends}; "
+            "pass the cumulative sum of the group sizes"
+        )
+    return list(zip(starts, ends, strict=True))
+
+
+def grouped_mm(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """Grouped GEMM without scales, accumulated in float32; reads ``offs`` on the host. Shapes as `scaled_grouped_mm`."""
+    # Autocast would hand the products below to bf16.
+    with torch.autocast(a.device.type, enabled=False):
+        if b_t.dim() == 3:
+            out = a.new_zeros((a.shape[0], b_t.shape[2]), dtype=out_dtype)
+            for e, (start, end) in enumerate(_groups(offs, a.shape[0])):
+                out[start:end] = a[start:end].float() @ b_t[e].float()
+        else:
+            out = a.new_zeros((offs.shape[0], a.shape[0], b_t.shape[1]), dtype=out_dtype)
+            for e, (start, end) in enumerate(_groups(offs, a.shape[1])):
+                out[e] = a[:, start:end].float() @ b_t[start:end].float()
+    return out
+
+
+def scaled_grouped_mm(
+    a: torch.Tensor,
+    b_t: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    acc = grouped_mm(a, b_t, offs, torch.float32)
+    # Two multiplications, never one by the product of the scales, which may underflow.
+    if b_t.dim() == 3:
+        group = group_of_row(offs, a.shape[0])
+        in_group = group < offs.shape[0]
+        scale_b = torch.cat((scale_b, scale_b.new_zeros((1, scale_b.shape[1]))))[group]
+        out = torch.where(in_group[:, None], acc * scale_a[:, None] * scale_b, 0.0)
+    else:
+        out = acc * scale_a[:, :, None] * scale_b[:, None, :]
+    return out.to(out_dtype)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` in float32, rounded once to the inputs' dtype."""
+    gate32 = gate.float()
+    return (gate32 * torch.sigmoid(gate32) * up.float()).to(gate.dtype)
+
+
+def swiglu_backward(
+    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of `swiglu` by ``gate`` and ``up``: ``silu'(g) = σ(g) (1 + g (1 - σ(g)))``."""
+    grad32, gate32, up32 = grad.float(), gate.float(), up.float()
+    sigmoid = torch.sigmoid(gate32)
+    grad_gate = grad32 * up32 * sigmoid * (1 + gate32 * (1 - sigmoid))
+    return grad_gate.to(gate.dtype), (grad32 * gate32 * sigmoid).to(up.dtype)
