@@ -1,0 +1,219 @@
+"""Validate, swap, report: how a torchtitan model gets FP8 experts."""
+
+from dataclasses import fields
+from fnmatch import fnmatchcase
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import torch
+from torch import nn
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.moe.moe import GroupedExperts
+from torchtitan.protocols import model_converter
+from torchtitan.tools.logging import logger
+
+from titan_fp8moe import ops
+from titan_fp8moe.float8 import ALIGNMENT
+from titan_fp8moe.job_config import FP8MoE
+from titan_fp8moe.modules import Float8GroupedExperts, build_run_experts
+
+CONVERTER_NAME = "fp8moe"
+TOKEN_GROUP_ALIGNMENTS = (16, 32)
+
+
+def check_config(config: FP8MoE) -> None:
+    """Raises TypeError or ValueError for a field of the wrong type or value, which torchtitan lets pass."""
+    hints = get_type_hints(FP8MoE)
+    for field in fields(FP8MoE):
+        value, hint = getattr(config, field.name), hints[field.name]
+        if get_origin(hint) is Literal:
+            if value not in get_args(hint):
+                raise ValueError(f"fp8moe.{field.name} must be one of {get_args(hint)}, got {value!r}")
+        elif hint == list[str]:
+            if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
+                raise TypeError(f"fp8moe.{field.name} must be a list of non-empty strings, got {value!r}")
+        elif type(value) is not hint:
+            raise TypeError(
+                f"fp8moe.{field.name} must be of type {hint.__name__}, got {value!r} of type {type(value).__name__}"
+            )
+    if config.token_group_alignment not in TOKEN_GROUP_ALIGNMENTS:
+        raise ValueError(
+            f"fp8moe.token_group_alignment must be one of {TOKEN_GROUP_ALIGNMENTS}, got "
+            f"{config.token_group_alignment}"
+        )
+    if not config.fqns:
+        raise ValueError(
+            'fp8moe.fqns is empty: name the experts modules to convert, e.g. ["experts"], or remove "fp8moe" from '
+            "model.converters"
+        )
+
+
+def check_converters(converters: list[str]) -> None:
+    """Raises ValueError for a converter that cannot share a model with this one."""
+    for name in converters:
+        if name.startswith("quantize.grouped_mm."):
+            raise ValueError(
+                f'converters "{CONVERTER_NAME}" and "{name}" both quantise the grouped GEMMs of the experts and both '
+                "set torchtitan's process-wide token group alignment; remove one of them from model.converters"
+            )
+
+
+def _matches(pattern: str, fqn: str) -> bool:
+    parts, wanted = fqn.split("."), pattern.split(".")
+    return any(
+        all(fnmatchcase(part, want) for part, want in zip(parts[i:], wanted, strict=False))
+        for i in range(len(parts) - len(wanted) + 1)
+    )
+
+
+def find_experts(model: nn.Module) -> dict[str, GroupedExperts]:
+    """All experts modules of a model by name, converted or not."""
+    return {fqn: module for fqn, module in model.named_modules() if isinstance(module, GroupedExperts)}
+
+
+def _check_experts(fqn: str, experts: GroupedExperts) -> None:
+    if type(experts) not in (GroupedExperts, Float8GroupedExperts):
+        raise ValueError(
+            f"{fqn} is a {type(experts).__name__}: only torchtitan's own GroupedExperts is converted, and before any "
+            "parallelism wraps it; convert earlier, or add the module to fp8moe.exclude_fqns"
+        )
+    if not experts.use_grouped_mm:
+        raise ValueError(
+            f"{fqn} has use_grouped_mm=False, its experts run in a loop without grouped GEMMs; set "
+            "use_grouped_mm=True in the model's MoEArgs, or add the module to fp8moe.exclude_fqns"
+        )
+    hidden_dim, dim = experts.w1.shape[1:]
+    if dim % ALIGNMENT or hidden_dim % ALIGNMENT:
+        raise ValueError(
+            f"{fqn} has dim {dim} and hidden_dim {hidden_dim}: both must be divisible by {ALIGNMENT} for FP8 GEMMs; "
+            "change the model's dimensions, or add the module to fp8moe.exclude_fqns"
+        )
+
+
+def select_experts(model: nn.Module, config: FP8MoE) -> list[str]:
+    """The names of the experts modules that ``config`` converts.
+
+    Raises:
+        ValueError: a pattern of ``fqns`` matches nothing, nothing is left to convert, or a module cannot be.
+    """
+    experts = find_experts(model)
+    if not experts:
+        raise ValueError(
+            "the model has no experts to convert: no module is a torchtitan.models.moe GroupedExperts; remove "
+            f'"{CONVERTER_NAME}" from model.converters'
+        )
+    for pattern in config.fqns:
+        if not any(_matches(pattern, fqn) for fqn in experts):
+            raise ValueError(
+                f'fp8moe.fqns: "{pattern}" matches no experts module; a pattern matches whole dotted components. '
+                f"This model has: {', '.join(experts)}"
+            )
+    for pattern in config.exclude_fqns:
+        if not any(_matches(pattern, fqn) for fqn in experts):
+            logger.warning(f'fp8moe.exclude_fqns: "{pattern}" matches no experts module')
+    selected = [
+        fqn
+        for fqn in experts
+        if any(_matches(p, fqn) for p in config.fqns) and not any(_matches(p, fqn) for p in config.exclude_fqns)
+    ]
+    if not selected:
+        raise ValueError(
+            f"fp8moe.exclude_fqns {config.exclude_fqns} leaves no experts module of those that fp8moe.fqns "
+            f'{config.fqns} names; narrow it, or remove "{CONVERTER_NAME}" from model.converters'
+        )
+    for fqn in selected:
+        _check_experts(fqn, experts[fqn])
+    return selected
+
+
+def select_backend(config: FP8MoE) -> str:
+    """The GEMM backend for this machine's accelerator: what ``gemm_backend`` resolves to, or the emulation.
+
+    Raises:
+        RuntimeError: a GPU without FP8 grouped GEMM, and ``emulate`` is off.
+    """
+    if not torch.cuda.is_available():
+        return "reference"
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        return ops.resolve_gemm_backend(config.gemm_backend, device)
+    except RuntimeError:
+        if config.emulate:
+            return "reference"
+        raise
+
+
+def convert_experts(
+    model: nn.Module, config: FP8MoE | None = None, *, compile_backend: str | None = None
+) -> list[str]:
+    """Swap the experts modules of ``model`` for their FP8 form, in place.
+
+    Args:
+        model: holds torchtitan ``GroupedExperts`` on any device, meta included, not yet parallelised.
+        config: what to convert and how; defaults apply when it is None.
+        compile_backend: compile the experts' function with this ``torch.compile`` backend.
+
+    Returns:
+        The names of the converted modules.
+
+    Raises:
+        TypeError, ValueError: see `check_config` and `select_experts`.
+        RuntimeError: see `select_backend`.
+    """
+    config = FP8MoE() if config is None else config
+    check_config(config)
+    backend = select_backend(config)
+    selected = select_experts(model, config)
+    run_experts = build_run_experts(
+        {
+            "recipe": config.recipe,
+            "round_scales_to_power_of_2": config.round_scales_to_power_of_2,
+            "fast_accum": config.fast_accum,
+            "gemm_backend": backend,
+        },
+        compile_backend,
+    )
+    for fqn in selected:
+        module = model.get_submodule(fqn)
+        # The class alone changes: parameters, hooks and names stay, on any device.
+        module.__class__ = Float8GroupedExperts
+        module.run_experts = run_experts
+        module.token_group_alignment = config.token_group_alignment
+    logger.info(
+        f"fp8moe: {len(selected)}/{len(find_experts(model))} expert modules use FP8 {config.recipe} grouped GEMMs "
+        f"(alignment {config.token_group_alignment}, {'compiled' if compile_backend else 'not compiled'}, backend "
+        f"{backend})"
+    )
+    return selected
+
+
+class Float8MoEConverter(model_converter.ModelConverter):
+    """torchtitan's converter protocol around `convert_experts`."""
+
+    def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
+        # Without the section, as when another config module is in use, the defaults apply.
+        self.config: FP8MoE = getattr(job_config, "fp8moe", None) or FP8MoE()
+        check_config(self.config)
+        check_converters(job_config.model.converters)
+        compile_config = job_config.compile
+        # torchtitan compiles a function that converted modules do not call, and skips the modules themselves.
+        self.compile_backend = (
+            compile_config.backend if compile_config.enable and "model" in compile_config.components else None
+        )
+
+    def convert(self, model: nn.Module) -> None:
+        convert_experts(model, self.config, compile_backend=self.compile_backend)
+        if self.compile_backend is None and torch.cuda.is_available():
+            logger.warning(
+                "fp8moe: compile is off, so SwiGLU and its gradient run unfused; set compile.enable = true with "
+                '"model" in compile.components for speed'
+            )
+
+    def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        pass
+
+
+def register() -> None:
+    """Make ``model.converters = ["fp8moe"]`` known to torchtitan; once is enough, twice is harmless."""
+    if CONVERTER_NAME not in model_converter._registry_model_converter_cls:
+        model_converter.register_model_converter(Float8MoEConverter, CONVERTER_NAME)

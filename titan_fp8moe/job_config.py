@@ -1,0 +1,56 @@
+"""The ``[fp8moe]`` section of a torchtitan TOML: ``job.custom_config_module = "titan_fp8moe.job_config"``."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class FP8MoE:
+    recipe: Literal["rowwise", "rowwise_with_gw_hp"] = "rowwise"
+    """
+    What runs in FP8: "rowwise" computes output, input gradients and weight gradients of the experts from e4m3
+    operands with one scale per row; "rowwise_with_gw_hp" computes weight gradients from bf16 operands.
+    """
+
+    fqns: list[str] = field(default_factory=lambda: ["experts"])
+    """
+    Which experts modules are converted. A pattern matches a run of whole dotted components of a module's name
+    ("experts" matches layers.1.moe.experts, not layers.1.moe.shared_experts) and "*" is a wildcard within one
+    ("layers.*.moe.experts"). A pattern that matches nothing is an error.
+    """
+
+    exclude_fqns: list[str] = field(default_factory=list)
+    """Which of them stay in bf16 all the same, by the same kind of patterns, e.g. ["layers.0"]."""
+
+    token_group_alignment: int = 16
+    """
+    Each expert's tokens are padded to a multiple of this, 16 or 32. Results do not depend on it; FP8 grouped GEMMs
+    are fed without a further copy from 16 on.
+    """
+
+    round_scales_to_power_of_2: bool = True
+    """
+    Round scales up to powers of two, so that scaling itself is exact. False uses the whole range of e4m3 but rounds
+    twice wherever a tensor is needed under two different scales.
+    """
+
+    fast_accum: Literal["all", "forward", "none"] = "all"
+    """Which FP8 products may keep partial sums at the reduced precision of Hopper's tensor cores."""
+
+    gemm_backend: Literal["auto", "torch"] = "auto"
+    """
+    Which FP8 grouped GEMM runs: "torch" is torch._scaled_grouped_mm (compute capability 9.0 only), "auto" the fastest
+    for the GPU.
+    """
+
+    emulate: bool = False
+    """
+    Allow the slow pure-torch path on a GPU without FP8 grouped GEMM, for tests and debugging. Without any GPU that
+    path is always taken.
+    """
+
+
+@dataclass
+class JobConfig:
+    fp8moe: FP8MoE = field(default_factory=FP8MoE)
+    """FP8 for the experts of an MoE, in force when model.converters contains "fp8moe"."""

@@ -1,0 +1,97 @@
+"""`Float8GroupedExperts`: torchtitan's experts module with its grouped GEMMs in FP8."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.models.moe import utils as moe_utils
+from torchtitan.models.moe.moe import GroupedExperts
+
+from titan_fp8moe.experts import float8_experts
+
+RunExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@contextmanager
+def _token_group_alignment(alignment: int) -> Iterator[None]:
+    # torchtitan keeps the alignment in one global of the process. It is set for the call alone, so that a model that
+    # is not converted trains as if this package were not there.
+    previous = moe_utils.TOKEN_GROUP_ALIGN_SIZE_M
+    moe_utils.set_token_group_alignment_size_m(alignment)
+    try:
+        yield
+    finally:
+        moe_utils.set_token_group_alignment_size_m(previous)
+
+
+def build_run_experts(options: dict[str, str | bool], compile_backend: str | None) -> RunExperts:
+    """The function that a converted module runs on local tensors, compiled when ``compile_backend`` is given.
+
+    One function serves all modules of a model, so that they share what was compiled.
+
+    Args:
+        options: keyword arguments of `float8_experts`.
+        compile_backend: for ``torch.compile``; None runs eagerly.
+    """
+
+    def run_experts(
+        w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor
+    ) -> Tensor:
+        offs = torch.cumsum(num_tokens_per_expert, 0, dtype=torch.int32)
+        return float8_experts(x, w1, w2, w3, offs, **options)
+
+    if compile_backend is None:
+        return run_experts
+
+    compiled = torch.compile(run_experts, backend=compile_backend, fullgraph=True)
+
+    def run_compiled_experts(
+        w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor
+    ) -> Tensor:
+        # The number of tokens differs from step to step under expert parallelism, and in validation.
+        torch._dynamo.maybe_mark_dynamic(x, 0)
+        return compiled(w1, w2, w3, x, num_tokens_per_expert)
+
+    return run_compiled_experts
+
+
+class Float8GroupedExperts(GroupedExperts):
+    """``GroupedExperts`` whose forward, dgrad and wgrad run as FP8 grouped GEMMs.
+
+    Made from a ``GroupedExperts`` by `titan_fp8moe.convert_experts`, in place: parameters, their names and hooks stay
+    what they were, so checkpoints and parallelisms see no difference.
+
+    Attributes:
+        run_experts: see `build_run_experts`.
+        token_group_alignment: multiple that each expert's tokens are padded to.
+    """
+
+    run_experts: RunExperts
+    token_group_alignment: int
+
+    def __call__(self, *args, **kwargs):
+        # Around the hooks too: torchtitan's expert parallelism dispatches and pads tokens in one.
+        with _token_group_alignment(self.token_group_alignment):
+            return super().__call__(*args, **kwargs)
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """
+        Args:
+            x: ``(M, dim)`` tokens sorted by expert.
+            num_tokens_per_expert: ``(E,)`` integers on the device of x.
+
+        Returns:
+            ``(M, dim)`` in x's dtype.
+        """
+        weights = [
+            w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)
+        ]
+        padded_by_dispatcher = (
+            isinstance(self.w1, DTensor) and "ep" in self.w1.device_mesh.mesh_dim_names
+        )
+        run_experts = self.run_experts
+        if not padded_by_dispatcher:
+            run_experts = moe_utils.indices_padding_wrapper(run_experts)
+        return run_experts(*weights, x, num_tokens_per_expert)
