@@ -71,27 +71,55 @@ def find_experts(model: nn.Module) -> dict[str, GroupedExperts]:
     return {fqn: module for fqn, module in model.named_modules() if isinstance(module, GroupedExperts)}
 
 
-def _check_experts(fqn: str, experts: GroupedExperts) -> None:
+def read_config(job_config: JobConfig) -> FP8MoE:
+    """The checked ``[fp8moe]`` section; its defaults when the config has none, as with another config module.
+
+    Raises:
+        TypeError, ValueError: see `check_config` and `check_converters`.
+    """
+    config = getattr(job_config, "fp8moe", None) or FP8MoE()
+    check_config(config)
+    check_converters(job_config.model.converters)
+    return config
+
+
+def compile_backend_of(job_config: JobConfig) -> str | None:
+    """The ``torch.compile`` backend for model code, None when it is not to be compiled."""
+    compile_config = job_config.compile
+    return compile_config.backend if compile_config.enable and "model" in compile_config.components else None
+
+
+def hidden_dim_shards_of(job_config: JobConfig) -> int:
+    """Into how many shards tensor parallelism cuts the experts' hidden dimension."""
+    parallelism = job_config.parallelism
+    if parallelism.expert_parallel_degree > 1:
+        return parallelism.expert_tensor_parallel_degree
+    return parallelism.tensor_parallel_degree
+
+
+def _check_experts(fqn: str, experts: GroupedExperts, emulate: bool, hidden_dim_shards: int) -> None:
     if type(experts) not in (GroupedExperts, Float8GroupedExperts):
         raise ValueError(
             f"{fqn} is a {type(experts).__name__}: only torchtitan's own GroupedExperts is converted, and before any "
             "parallelism wraps it; convert earlier, or add the module to fp8moe.exclude_fqns"
         )
-    if not experts.use_grouped_mm:
+    # torchtitan itself turns grouped GEMMs off on a GPU that needs the emulation.
+    if not experts.use_grouped_mm and not emulate:
         raise ValueError(
             f"{fqn} has use_grouped_mm=False, its experts run in a loop without grouped GEMMs; set "
             "use_grouped_mm=True in the model's MoEArgs, or add the module to fp8moe.exclude_fqns"
         )
     hidden_dim, dim = experts.w1.shape[1:]
-    if dim % ALIGNMENT or hidden_dim % ALIGNMENT:
+    if dim % ALIGNMENT or hidden_dim % (ALIGNMENT * hidden_dim_shards):
         raise ValueError(
-            f"{fqn} has dim {dim} and hidden_dim {hidden_dim}: both must be divisible by {ALIGNMENT} for FP8 GEMMs; "
-            "change the model's dimensions, or add the module to fp8moe.exclude_fqns"
+            f"{fqn} has dim {dim} and hidden_dim {hidden_dim} in {hidden_dim_shards} tensor parallel shard(s): dim and "
+            f"each shard must be divisible by {ALIGNMENT} for FP8 GEMMs; change the dimensions or the degree, or add "
+            "the module to fp8moe.exclude_fqns"
         )
 
 
-def select_experts(model: nn.Module, config: FP8MoE) -> list[str]:
-    """The names of the experts modules that ``config`` converts.
+def select_experts(model: nn.Module, config: FP8MoE, *, hidden_dim_shards: int = 1) -> list[str]:
+    """The names of the experts modules that ``config`` converts; ``hidden_dim_shards`` as in `convert_experts`.
 
     Raises:
         ValueError: a pattern of ``fqns`` matches nothing, nothing is left to convert, or a module cannot be.
@@ -122,7 +150,7 @@ def select_experts(model: nn.Module, config: FP8MoE) -> list[str]:
             f'{config.fqns} names; narrow it, or remove "{CONVERTER_NAME}" from model.converters'
         )
     for fqn in selected:
-        _check_experts(fqn, experts[fqn])
+        _check_experts(fqn, experts[fqn], config.emulate, hidden_dim_shards)
     return selected
 
 
@@ -144,7 +172,11 @@ def select_backend(config: FP8MoE) -> str:
 
 
 def convert_experts(
-    model: nn.Module, config: FP8MoE | None = None, *, compile_backend: str | None = None
+    model: nn.Module,
+    config: FP8MoE | None = None,
+    *,
+    compile_backend: str | None = None,
+    hidden_dim_shards: int = 1,
 ) -> list[str]:
     """Swap the experts modules of ``model`` for their FP8 form, in place.
 
@@ -152,6 +184,7 @@ def convert_experts(
         model: holds torchtitan ``GroupedExperts`` on any device, meta included, not yet parallelised.
         config: what to convert and how; defaults apply when it is None.
         compile_backend: compile the experts' function with this ``torch.compile`` backend.
+        hidden_dim_shards: into how many shards tensor parallelism will cut the experts' hidden dimension.
 
     Returns:
         The names of the converted modules.
@@ -163,7 +196,7 @@ def convert_experts(
     config = FP8MoE() if config is None else config
     check_config(config)
     backend = select_backend(config)
-    selected = select_experts(model, config)
+    selected = select_experts(model, config, hidden_dim_shards=hidden_dim_shards)
     run_experts = build_run_experts(
         {
             "recipe": config.recipe,
@@ -191,18 +224,18 @@ class Float8MoEConverter(model_converter.ModelConverter):
     """torchtitan's converter protocol around `convert_experts`."""
 
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims):
-        # Without the section, as when another config module is in use, the defaults apply.
-        self.config: FP8MoE = getattr(job_config, "fp8moe", None) or FP8MoE()
-        check_config(self.config)
-        check_converters(job_config.model.converters)
-        compile_config = job_config.compile
+        self.config = read_config(job_config)
         # torchtitan compiles a function that converted modules do not call, and skips the modules themselves.
-        self.compile_backend = (
-            compile_config.backend if compile_config.enable and "model" in compile_config.components else None
-        )
+        self.compile_backend = compile_backend_of(job_config)
+        self.hidden_dim_shards = hidden_dim_shards_of(job_config)
 
     def convert(self, model: nn.Module) -> None:
-        convert_experts(model, self.config, compile_backend=self.compile_backend)
+        convert_experts(
+            model,
+            self.config,
+            compile_backend=self.compile_backend,
+            hidden_dim_shards=self.hidden_dim_shards,
+        )
         if self.compile_backend is None and torch.cuda.is_available():
             logger.warning(
                 "fp8moe: compile is off, so SwiGLU and its gradient run unfused; set compile.enable = true with "
