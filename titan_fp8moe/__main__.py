@@ -190,9 +190,7 @@ def check(toml: str, flags: list[str]) -> int:
         _check_registration(job_config)
         config = converter.read_config(job_config)
         model = _build_model(job_config)
-        selected = converter.select_experts(
-            model, config, hidden_dim_shards=converter.hidden_dim_shards_of(job_config)
-        )
+        selected = converter.select_experts(model, config, hidden_dim_shards=converter.hidden_dim_shards_of(job_config))
         if torch.cuda.is_available():
             backend = f"backend {converter.select_backend(config)}"
         else:
@@ -221,7 +219,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the doctor's report as JSON, for bug reports")
     commands = parser.add_subparsers(dest="command", metavar="check")
     check_parser = commands.add_parser(
-        "check", help="what a run of a TOML would convert, or why it would refuse", allow_abbrev=False
+        "check",
+        help="what a run of a TOML would convert, or why it would refuse",
+        allow_abbrev=False,
     )
     check_parser.add_argument("toml", metavar="FILE.toml")
     # Everything that follows the file belongs to torchtitan.

@@ -38,8 +38,7 @@ def check_config(config: FP8MoE) -> None:
             )
     if config.token_group_alignment not in TOKEN_GROUP_ALIGNMENTS:
         raise ValueError(
-            f"fp8moe.token_group_alignment must be one of {TOKEN_GROUP_ALIGNMENTS}, got "
-            f"{config.token_group_alignment}"
+            f"fp8moe.token_group_alignment must be one of {TOKEN_GROUP_ALIGNMENTS}, got {config.token_group_alignment}"
         )
     if not config.fqns:
         raise ValueError(

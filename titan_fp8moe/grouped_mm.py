@@ -22,9 +22,7 @@ class _Float8GroupedMM(torch.autograd.Function):
     def forward(ctx, x, w_t, offs, recipe, round_scales_to_power_of_2, fast_accum, gemm_backend):
         x_q, x_scale = ops.quantize_rowwise(x, round_scales_to_power_of_2)
         w_q, w_scale = ops.quantize_weight_colwise(w_t, round_scales_to_power_of_2)
-        out = ops.scaled_grouped_mm(
-            x_q, w_q, x_scale, w_scale, offs, x.dtype, fast_accum != "none", gemm_backend
-        )
+        out = ops.scaled_grouped_mm(x_q, w_q, x_scale, w_scale, offs, x.dtype, fast_accum != "none", gemm_backend)
         ctx.save_for_backward(x, w_t, offs)
         ctx.options = (recipe, round_scales_to_power_of_2, fast_accum, gemm_backend)
         return out
@@ -38,9 +36,7 @@ class _Float8GroupedMM(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_q, grad_scale = ops.quantize_rowwise(grad, pow2)
             w_q, w_scale = ops.quantize_weight_rowwise(w_t, pow2)
-            grad_x = ops.scaled_grouped_mm(
-                grad_q, w_q, grad_scale, w_scale, offs, x.dtype, fast, gemm_backend
-            )
+            grad_x = ops.scaled_grouped_mm(grad_q, w_q, grad_scale, w_scale, offs, x.dtype, fast, gemm_backend)
         if ctx.needs_input_grad[1]:
             if recipe == "rowwise":
                 grad_q, grad_scale = ops.quantize_colwise_per_group(grad, offs, pow2)
@@ -87,6 +83,4 @@ def float8_grouped_mm(
         RuntimeError: no FP8 grouped GEMM on this GPU.
     """
     check_options(recipe, fast_accum)
-    return _Float8GroupedMM.apply(
-        x, w_t, offs, recipe, round_scales_to_power_of_2, fast_accum, gemm_backend
-    )
+    return _Float8GroupedMM.apply(x, w_t, offs, recipe, round_scales_to_power_of_2, fast_accum, gemm_backend)

@@ -36,9 +36,7 @@ def build_run_experts(options: dict[str, str | bool], compile_backend: str | Non
         compile_backend: for ``torch.compile``; None runs eagerly.
     """
 
-    def run_experts(
-        w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor
-    ) -> Tensor:
+    def run_experts(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         offs = torch.cumsum(num_tokens_per_expert, 0, dtype=torch.int32)
         return float8_experts(x, w1, w2, w3, offs, **options)
 
@@ -47,9 +45,7 @@ def build_run_experts(options: dict[str, str | bool], compile_backend: str | Non
 
     compiled = torch.compile(run_experts, backend=compile_backend, fullgraph=True)
 
-    def run_compiled_experts(
-        w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor
-    ) -> Tensor:
+    def run_compiled_experts(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         # The number of tokens differs from step to step under expert parallelism, and in validation.
         torch._dynamo.maybe_mark_dynamic(x, 0)
         return compiled(w1, w2, w3, x, num_tokens_per_expert)
@@ -85,12 +81,8 @@ class Float8GroupedExperts(GroupedExperts):
         Returns:
             ``(M, dim)`` in x's dtype.
         """
-        weights = [
-            w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)
-        ]
-        padded_by_dispatcher = (
-            isinstance(self.w1, DTensor) and "ep" in self.w1.device_mesh.mesh_dim_names
-        )
+        weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
+        padded_by_dispatcher = isinstance(self.w1, DTensor) and "ep" in self.w1.device_mesh.mesh_dim_names
         run_experts = self.run_experts
         if not padded_by_dispatcher:
             run_experts = moe_utils.indices_padding_wrapper(run_experts)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import reference
-from titan_fp8moe.float8 import ALIGNMENT, FP8_DTYPE, has_fp8_tensor_cores, round_up
+from titan_fp8moe.float8 import ALIGNMENT, FP8_DTYPE, round_up
 
 GEMM_BACKENDS = ("auto", "torch", "reference")
 _INPUT_DTYPES = (torch.bfloat16, torch.float32)
@@ -161,9 +161,7 @@ def quantize_rowwise_and_colwise_per_group(
 
 
 @quantize_rowwise_and_colwise_per_group.register_fake
-def _(
-    x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_input("x", x, 2)
     _check_offs(offs, x)
     m, k = x.shape
@@ -204,9 +202,7 @@ def requantize_colwise_per_group(
 
 
 @requantize_colwise_per_group.register_fake
-def _(
-    q: Tensor, scale: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, scale: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
     _check_requantize(q, scale, offs)
     m, k = q.shape
     return _empty_column_major(q, m, k), _empty_scale(q, offs.shape[0], k)
@@ -506,8 +502,6 @@ def grouped_mm_wgrad(
 
 
 @grouped_mm_wgrad.register_fake
-def _(
-    grad: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype, gemm_backend: str = "auto"
-) -> Tensor:
+def _(grad: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype, gemm_backend: str = "auto") -> Tensor:
     _check_grouped_mm_wgrad(grad, x, offs, out_dtype)
     return grad.new_empty((offs.shape[0], grad.shape[1], x.shape[1]), dtype=out_dtype)

@@ -54,9 +54,7 @@ def _zero_past_last_group(q: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
     return torch.where(in_group[:, None], q.view(torch.uint8), 0).view(q.dtype)
 
 
-def quantize_rowwise(
-    x: torch.Tensor, round_scales_to_power_of_2: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rowwise(x: torch.Tensor, round_scales_to_power_of_2: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     scale = scale_from_amax(_amax(x, 1), round_scales_to_power_of_2)
     return _divide(x, scale[:, None]).contiguous(), scale
 
@@ -89,7 +87,10 @@ def rescale_colwise_per_group(
 
 
 def requantize_colwise_per_group(
-    q: torch.Tensor, scale: torch.Tensor, offs: torch.Tensor, round_scales_to_power_of_2: bool = True
+    q: torch.Tensor,
+    scale: torch.Tensor,
+    offs: torch.Tensor,
+    round_scales_to_power_of_2: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dequantized = q.float() * scale[:, None]
     scale_col = scale_from_amax(_colwise_per_group_amax(dequantized, offs), round_scales_to_power_of_2)
@@ -137,7 +138,7 @@ def _groups(offs: torch.Tensor, num_rows: int) -> list[tuple[int, int]]:
 
 
 def grouped_mm(a: torch.Tensor, b_t: torch.Tensor, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """Grouped GEMM without scales, accumulated in float32; reads ``offs`` on the host. Shapes as `scaled_grouped_mm`."""
+    """`scaled_grouped_mm` without scales, accumulated in float32. Reads ``offs`` on the host."""
     # Autocast would hand the products below to bf16.
     with torch.autocast(a.device.type, enabled=False):
         if b_t.dim() == 3:
@@ -177,9 +178,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return (gate32 * torch.sigmoid(gate32) * up.float()).to(gate.dtype)
 
 
-def swiglu_backward(
-    grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of `swiglu` by ``gate`` and ``up``: ``silu'(g) = σ(g) (1 + g (1 - σ(g)))``."""
     grad32, gate32, up32 = grad.float(), gate.float(), up.float()
     sigmoid = torch.sigmoid(gate32)
