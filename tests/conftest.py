@@ -1,0 +1,33 @@
+import pytest
+import torch
+
+from titan_fp8moe.float8 import has_fp8_tensor_cores
+
+
+def _missing_for_gpu_tests() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not has_fp8_tensor_cores(device):
+        return "{} has compute capability {}.{}, 9.0 is needed".format(
+            torch.cuda.get_device_name(device), *torch.cuda.get_device_capability(device)
+        )
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if missing := _missing_for_gpu_tests():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=f"needs an SM90 GPU: {missing}"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _reset_dynamo():
+    yield
+    torch.compiler.reset()

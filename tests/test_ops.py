@@ -1,0 +1,443 @@
+import math
+
+import pytest
+import torch
+from numerics import GROUP_SIZES, bits, end_offsets, normal, sqnr_db, tokens
+
+from titan_fp8moe import ops, reference
+from titan_fp8moe.float8 import FP8_MAX, SCALE_MIN
+
+POW2 = pytest.mark.parametrize("pow2", [True, False])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+SIZES = pytest.mark.parametrize("sizes", GROUP_SIZES.values(), ids=GROUP_SIZES.keys())
+
+
+def quantize_vector(values: torch.Tensor, pow2: bool) -> tuple[torch.Tensor, float]:
+    """The definition, one vector at a time in float64 and by other means than the package: q and scale."""
+    values = values.double().cpu()
+    amax = values.abs().max().item() if values.numel() else 0.0
+    if not math.isfinite(amax):
+        return torch.full(values.shape, math.nan).to(torch.float8_e4m3fn), math.nan
+    scale = torch.tensor(amax / FP8_MAX, dtype=torch.float64).float().clamp_min(SCALE_MIN).item()
+    if pow2:
+        mantissa, exponent = math.frexp(amax / FP8_MAX)
+        scale = max(2.0 ** (exponent - 1 if mantissa == 0.5 else exponent), SCALE_MIN) if amax else SCALE_MIN
+    return (values / scale).float().to(torch.float8_e4m3fn), scale
+
+
+def colwise_by_definition(x, sizes, pow2):
+    q = torch.zeros(x.shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.empty(len(sizes), x.shape[1])
+    start = 0
+    for e, size in enumerate(sizes):
+        for k in range(x.shape[1]):
+            column, scale[e, k] = quantize_vector(x[start : start + size, k], pow2)
+            q.view(torch.uint8)[start : start + size, k] = column.view(torch.uint8)
+        start += size
+    return q, scale
+
+
+def assert_same(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert torch.equal(bits(a).cpu(), bits(b).cpu())
+
+
+def with_hard_values(x: torch.Tensor) -> torch.Tensor:
+    """Zero rows and columns, denormals, huge and tiny magnitudes, ties of e4m3, an outlier in a quiet row."""
+    x = x.clone()
+    m, k = x.shape
+    x[:, 3] = 0
+    x[:, 4] *= 1e-20
+    x[:, 5] *= 1e-40
+    x[:, 6] = torch.linspace(-1, 1, m) * 3e38
+    x[:, 7] = (torch.arange(m) % 64 - 32) / 16 * 1.0625
+    if m > 8:
+        x[2] = 0
+        x[3] *= 1e-30
+        x[5, k // 2] = 1e6
+    return x
+
+
+@DTYPES
+@POW2
+@pytest.mark.parametrize("shape", [(0, 48), (1, 16), (33, 48), (64, 160)])
+def test_quantize_rowwise(shape, pow2, dtype, device):
+    x = with_hard_values(normal(*shape)).to(device, dtype)
+    q, scale = ops.quantize_rowwise(x, pow2)
+    assert q.is_contiguous()
+    expected = [quantize_vector(row, pow2) for row in x]
+    assert_same((q, scale), (torch.stack([e[0].view(torch.uint8) for e in expected]).view(q.dtype) if expected else q,
+                             torch.tensor([e[1] for e in expected])))  # fmt: skip
+
+
+@DTYPES
+@POW2
+@SIZES
+def test_quantize_colwise_per_group(sizes, pow2, dtype, device):
+    x = with_hard_values(tokens(sizes, 48, slack=5)).to(dtype)
+    offs = end_offsets(sizes, device)
+    q, scale = ops.quantize_colwise_per_group(x.to(device), offs, pow2)
+    assert q.stride(0) == 1 and q.stride(1) % 16 == 0
+    assert_same((q, scale), colwise_by_definition(x, sizes, pow2))
+    q_t, scale_t = ops.quantize_rowwise_per_group(x.t().contiguous().to(device), offs, pow2)
+    assert q_t.stride(1) == 1
+    assert_same((q_t.t(), scale_t), (q, scale))
+
+
+@DTYPES
+@POW2
+@SIZES
+def test_both_forms_of_one_tensor(sizes, pow2, dtype, device):
+    x = with_hard_values(tokens(sizes, 48, slack=5)).to(device, dtype)
+    offs = end_offsets(sizes, device)
+    q, scale, q_col, scale_col = ops.quantize_rowwise_and_colwise_per_group(x, offs, pow2)
+    assert_same((q, scale), ops.quantize_rowwise(x, pow2))
+    direct, direct_scale = ops.quantize_colwise_per_group(x, offs, pow2)
+    assert_same((scale_col,), (direct_scale,))
+    assert q_col.stride(0) == 1
+    if not pow2:
+        assert_same((q_col,), (direct,))
+        return
+    # Moving between power-of-two scales is exact but for values below the normal range of e4m3 in their row.
+    total = sum(sizes)
+    normal_in_row = (q.float().abs() >= 2.0**-6)[:total]
+    assert torch.equal(bits(q_col)[:total][normal_in_row], bits(direct)[:total][normal_in_row])
+    assert not bits(q_col)[total:].any()
+
+
+@POW2
+@SIZES
+def test_requantize_colwise_per_group(sizes, pow2, device):
+    x = with_hard_values(tokens(sizes, 48, slack=5)).to(device)
+    x[sum(sizes) :] = 1e30
+    offs = end_offsets(sizes, device)
+    q, scale = ops.quantize_rowwise(x, pow2)
+    dequantized = q.float() * scale[:, None]
+    assert_same(
+        ops.requantize_colwise_per_group(q, scale, offs, pow2),
+        colwise_by_definition(dequantized.cpu(), sizes, pow2),
+    )
+
+
+@DTYPES
+@POW2
+@pytest.mark.parametrize("shape", [(0, 48, 32), (1, 16, 16), (3, 48, 80)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_quantize_weight(shape, transposed, pow2, dtype, device):
+    e, k, n = shape
+    w_t = normal(e, n, k).transpose(1, 2) if transposed else normal(e, k, n)
+    w_t = w_t.to(device, dtype)
+    if e:
+        w_t[0, :, 1] = 0
+        w_t[-1, 2, :] *= 1e-30
+    q, scale = ops.quantize_weight_colwise(w_t, pow2)
+    q_r, scale_r = ops.quantize_weight_rowwise(w_t, pow2)
+    assert q.shape == (e, k, n) and q.transpose(1, 2).is_contiguous() and scale.shape == (e, n)
+    assert q_r.shape == (e, n, k) and q_r.transpose(1, 2).is_contiguous() and scale_r.shape == (e, k)
+    for i in range(e):
+        for j in range(n):
+            assert_same((q[i, :, j], scale[i, j]), _vector(w_t[i, :, j], pow2))
+        for j in range(k):
+            assert_same((q_r[i, :, j], scale_r[i, j]), _vector(w_t[i, j], pow2))
+
+
+def _vector(values, pow2):
+    q, scale = quantize_vector(values, pow2)
+    return q, torch.tensor(scale)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_non_finite_input_stays_visible(bad, device):
+    x = normal(40, 48, device=device)
+    x[7, 9] = bad
+    offs = end_offsets([20, 20], device)
+    q, scale = ops.quantize_rowwise(x)
+    visible = (q.float() * scale[:, None]).isfinite().logical_not()
+    assert visible[7].all() and visible.sum() == 48
+    q, scale = ops.quantize_colwise_per_group(x, offs)
+    visible = (q.float() * scale.repeat_interleave(20, 0)).isfinite().logical_not()
+    assert visible[:20, 9].all() and visible.sum() == 20
+    q, scale = ops.quantize_weight_colwise(x[None])
+    assert (q.float() * scale[:, None]).isfinite().logical_not().sum() == 40
+    out = ops.scaled_grouped_mm(
+        *_operands(ops.quantize_rowwise(x), ops.quantize_weight_colwise(normal(2, 48, 32, device=device))),
+        offs,
+        torch.bfloat16,
+    )
+    assert out[7].isfinite().logical_not().all()
+    assert out[:7].isfinite().all() and out[8:].isfinite().all()
+
+
+def _operands(a, b):
+    return a[0], b[0], a[1], b[1]
+
+
+@pytest.mark.parametrize("layout", ["expanded", "transposed", "sliced", "offset"])
+def test_any_strides(layout, device):
+    base = normal(96, 96, device=device)
+    x = {
+        "expanded": base[:, :1].expand(96, 48),
+        "transposed": base.t()[:, :48],
+        "sliced": base[::2, ::2],
+        "offset": base[1:, 1:49],
+    }[layout]
+    offs = end_offsets([10, 0, 30], device)
+    copy = x.contiguous()
+    assert_same(ops.quantize_rowwise(x), ops.quantize_rowwise(copy))
+    assert_same(ops.quantize_colwise_per_group(x, offs), ops.quantize_colwise_per_group(copy, offs))
+    assert_same(
+        ops.quantize_rowwise_and_colwise_per_group(x, offs), ops.quantize_rowwise_and_colwise_per_group(copy, offs)
+    )
+    assert_same(ops.quantize_weight_rowwise(x[None]), ops.quantize_weight_rowwise(copy[None]))
+
+
+# ---- grouped GEMM ----------------------------------------------------------------------------------------------------
+
+
+def product_by_definition(a, b_t, scale_a, scale_b, sizes):
+    """float64 products of the same quantised operands."""
+    a, b_t, scale_a, scale_b = (t.double().cpu() for t in (a.float(), b_t.float(), scale_a, scale_b))
+    ends = torch.tensor(sizes).cumsum(0).tolist()
+    if b_t.dim() == 3:
+        out = torch.zeros(a.shape[0], b_t.shape[2], dtype=torch.float64)
+        for e, end in enumerate(ends):
+            rows = slice(end - sizes[e], end)
+            out[rows] = (a[rows] * scale_a[rows, None]) @ (b_t[e] * scale_b[e])
+        return out
+    return torch.stack(
+        [
+            (a[:, end - sizes[e] : end] * scale_a[e][:, None]) @ (b_t[end - sizes[e] : end] * scale_b[e])
+            for e, end in enumerate(ends)
+        ]
+    )
+
+
+@SIZES
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("k, n", [(48, 80), (160, 16)])
+def test_scaled_grouped_mm(k, n, out_dtype, sizes, device):
+    x = tokens(sizes, k, slack=7, device=device, dtype=torch.bfloat16)
+    grad = tokens(sizes, n, slack=7, seed=1, device=device, dtype=torch.bfloat16)
+    w_t = normal(len(sizes), k, n, device=device, dtype=torch.bfloat16)
+    offs = end_offsets(sizes, device)
+
+    forward = _operands(ops.quantize_rowwise(x), ops.quantize_weight_colwise(w_t))
+    dgrad = _operands(ops.quantize_rowwise(grad), ops.quantize_weight_rowwise(w_t))
+    wgrad = _operands(ops.quantize_rowwise_per_group(grad.t(), offs), ops.quantize_colwise_per_group(x, offs))
+    for operands in (forward, dgrad, wgrad):
+        out = ops.scaled_grouped_mm(*operands, offs, out_dtype, fast_accum=False)
+        expected = product_by_definition(*operands, sizes)
+        assert out.dtype == out_dtype and out.shape == expected.shape
+        if not expected.nan_to_num().any():
+            assert not out.any()
+            continue
+        total = sum(sizes) if out.dim() == 2 else None
+        assert sqnr_db(out[:total].cpu(), expected[:total]) > 45
+        if out.dim() == 2:
+            assert not out[total:].any()
+        else:
+            for e, size in enumerate(sizes):
+                assert size > 0 or not out[e].any()
+
+
+@SIZES
+@DTYPES
+def test_grouped_mm_wgrad(dtype, sizes, device):
+    x = tokens(sizes, 48, slack=7, device=device, dtype=dtype)
+    grad = tokens(sizes, 80, slack=7, seed=1, device=device, dtype=dtype)
+    out = ops.grouped_mm_wgrad(grad, x, end_offsets(sizes, device), dtype)
+    rows = zip(grad[: sum(sizes)].split(sizes), x[: sum(sizes)].split(sizes), strict=True)
+    expected = torch.stack([g.bfloat16().double().t() @ r.bfloat16().double() for g, r in rows])
+    assert out.dtype == dtype
+    if expected.any():
+        assert sqnr_db(out, expected) > 45
+    else:
+        assert not out.any()
+    assert all(size > 0 or not out[e].any() for e, size in enumerate(sizes))
+
+
+def test_products_with_zero_experts_or_tokens(device):
+    offs = end_offsets([0, 0], device)
+    w = ops.quantize_weight_colwise(normal(2, 48, 32, device=device))
+    out = ops.scaled_grouped_mm(*_operands(ops.quantize_rowwise(normal(0, 48, device=device)), w), offs, torch.float32)
+    assert out.shape == (0, 32)
+    no_experts = ops.quantize_weight_colwise(normal(0, 48, 32, device=device))
+    out = ops.scaled_grouped_mm(
+        *_operands(ops.quantize_rowwise(normal(5, 48, device=device)), no_experts), offs[:0], torch.float32
+    )
+    assert out.shape == (5, 32) and not out.any()
+
+
+def test_same_bits_twice(device):
+    sizes = [37, 0, 91, 5]
+    x, offs = normal(140, 160, device=device), end_offsets(sizes, device)
+    w = ops.quantize_weight_colwise(normal(4, 160, 64, device=device))
+    first, second = (
+        ops.scaled_grouped_mm(*_operands(ops.quantize_rowwise(x), w), offs, torch.bfloat16) for _ in range(2)
+    )
+    assert torch.equal(first, second)
+
+
+def test_autocast_does_not_reach_the_products(device):
+    sizes = [40, 24]
+    operands = _operands(
+        ops.quantize_rowwise(normal(64, 160, device=device)),
+        ops.quantize_weight_colwise(normal(2, 160, 32, device=device)),
+    )
+    offs = end_offsets(sizes, device)
+    expected = ops.scaled_grouped_mm(*operands, offs, torch.float32)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torch.equal(ops.scaled_grouped_mm(*operands, offs, torch.float32), expected)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def _gemm_args(device, **changes):
+    a, scale_a = ops.quantize_rowwise(normal(32, 48, device=device))
+    b_t, scale_b = ops.quantize_weight_colwise(normal(2, 48, 64, device=device))
+    args = {
+        "a": a,
+        "b_t": b_t,
+        "scale_a": scale_a,
+        "scale_b": scale_b,
+        "offs": end_offsets([16, 16], device),
+        "out_dtype": torch.bfloat16,
+    }
+    return args | changes
+
+
+@pytest.mark.parametrize(
+    "change, error, message",
+    [
+        (lambda a: {"offs": a["offs"].long()}, TypeError, "offs must be int32"),
+        (lambda a: {"offs": a["offs"][:1]}, ValueError, "one matrix for each of the 1 groups, got 2"),
+        (lambda a: {"a": a["a"].float()}, TypeError, "a must be torch.float8_e4m3fn, got torch.float32"),
+        (lambda a: {"a": a["a"][:, :32]}, ValueError, "contraction dimensions"),
+        (lambda a: {"b_t": a["b_t"].contiguous()}, ValueError, "b_t must be contiguous along the contraction"),
+        (lambda a: {"scale_a": a["scale_a"].double()}, TypeError, "scale_a must be float32"),
+        (lambda a: {"scale_a": a["scale_a"][:5]}, ValueError, r"scale_a must be contiguous with shape \(32,\)"),
+        (lambda a: {"scale_b": a["scale_b"][:, :5]}, ValueError, r"scale_b must be contiguous with shape \(2, 64\)"),
+        (lambda a: {"out_dtype": torch.float16}, TypeError, "out_dtype must be bfloat16 or float32"),
+        (lambda a: {"gemm_backend": "cutlass"}, ValueError, "gemm_backend must be one of"),
+        (lambda a: {"a": a["a"][0]}, ValueError, "a must have 2 dimensions"),
+    ],
+)
+def test_scaled_grouped_mm_refuses(change, error, message, device):
+    args = _gemm_args(device)
+    with pytest.raises(error, match=message):
+        ops.scaled_grouped_mm(**(args | change(args)))
+
+
+def test_scaled_grouped_mm_refuses_dimensions_not_divisible_by_16(device):
+    a, scale_a = ops.quantize_rowwise(normal(32, 24, device=device))
+    b_t, scale_b = ops.quantize_weight_colwise(normal(2, 24, 64, device=device))
+    with pytest.raises(ValueError, match="K must be divisible by 16 for FP8 GEMMs, got 24"):
+        ops.scaled_grouped_mm(a, b_t, scale_a, scale_b, end_offsets([16, 16], device), torch.bfloat16)
+
+
+def test_quantize_refuses(device):
+    offs = end_offsets([2, 2], device)
+    with pytest.raises(TypeError, match=r"x must be bfloat16 or float32, got torch\.float16"):
+        ops.quantize_rowwise(normal(4, 16, device=device).half())
+    with pytest.raises(ValueError, match="x must have 2 dimensions"):
+        ops.quantize_rowwise(normal(4, 16, 16, device=device))
+    with pytest.raises(TypeError, match="offs must be int32"):
+        ops.quantize_colwise_per_group(normal(4, 16, device=device), offs.float())
+    with pytest.raises(TypeError, match=r"q must be torch\.float8_e4m3fn"):
+        ops.requantize_colwise_per_group(normal(4, 16, device=device), offs.float(), offs)
+
+
+@pytest.mark.gpu
+def test_offs_on_another_device_is_refused():
+    with pytest.raises(ValueError, match="offs must be on the device of the data, cuda:0, got cpu"):
+        ops.quantize_colwise_per_group(normal(4, 16, device="cuda"), end_offsets([2, 2]))
+
+
+@pytest.mark.parametrize("ends", [[20, 10], [10, 50]])
+def test_reference_refuses_bad_offsets(ends):
+    args = _gemm_args("cpu", offs=torch.tensor(ends, dtype=torch.int32))
+    with pytest.raises(ValueError, match="offs must be non-decreasing end offsets with offs\\[-1\\] <= M = 32"):
+        ops.scaled_grouped_mm(**args)
+
+
+# ---- tracing ---------------------------------------------------------------------------------------------------------
+
+
+def _op_calls(device):
+    x, offs = normal(37, 48, device=device), end_offsets([20, 0, 15], device)
+    w_t = normal(3, 48, 64, device=device)
+    q, scale = ops.quantize_rowwise(x)
+    yield ops.quantize_rowwise, (x,)
+    yield ops.quantize_colwise_per_group, (x, offs)
+    yield ops.quantize_rowwise_per_group, (x.t(), offs)
+    yield ops.quantize_rowwise_and_colwise_per_group, (x, offs)
+    yield ops.requantize_colwise_per_group, (q, scale, offs)
+    yield ops.quantize_weight_colwise, (w_t,)
+    yield ops.quantize_weight_rowwise, (w_t,)
+    forward = _operands((q, scale), ops.quantize_weight_colwise(w_t))
+    yield ops.scaled_grouped_mm, (*forward, offs, torch.bfloat16)
+    wgrad = _operands(ops.quantize_rowwise_per_group(x.t(), offs), ops.quantize_colwise_per_group(x, offs))
+    yield ops.scaled_grouped_mm, (*wgrad, offs, torch.float32)
+    yield ops.grouped_mm_wgrad, (x, x, offs, torch.float32)
+
+
+def test_opcheck(device):
+    for op, args in _op_calls(device):
+        checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+        copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+        if any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn for a in args):
+            # It compares arguments before and after with arithmetic that e4m3 does not have.
+            checks.remove("test_schema")
+        torch.library.opcheck(op, args, test_utils=checks)
+        for arg, copy in zip(args, copies, strict=True):
+            assert not isinstance(arg, torch.Tensor) or torch.equal(bits(arg), bits(copy))
+
+
+def test_meta_tensors_have_the_layout_of_real_ones(device):
+    for op, args in _op_calls(device):
+        real = op(*args)
+        meta = op(*(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args))
+        for r, m in zip(*((o if isinstance(o, tuple) else (o,)) for o in (real, meta)), strict=True):
+            assert m.is_meta and (m.shape, m.stride(), m.dtype) == (r.shape, r.stride(), r.dtype)
+
+
+def test_every_op_is_listed_for_tracing(device):
+    listed = {op._qualname for op, _ in _op_calls(device)}
+    defined = {op._qualname for op in vars(ops).values() if isinstance(op, torch._library.custom_ops.CustomOpDef)}
+    assert listed == defined
+
+
+def test_compiles_once_for_any_number_of_tokens(device):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def run(x, w_t, offs):
+        w = ops.quantize_weight_colwise(w_t)
+        out = ops.scaled_grouped_mm(*_operands(ops.quantize_rowwise(x), w), offs, torch.bfloat16)
+        _, _, q_col, scale_col = ops.quantize_rowwise_and_colwise_per_group(x, offs)
+        return out, ops.scaled_grouped_mm(q_col.t(), q_col, scale_col, scale_col, offs, torch.float32)
+
+    w_t = normal(3, 48, 64, device=device)
+    for m in (37, 2, 5, 16, 64, 100, 33, 48, 17, 99):
+        x, offs = normal(m, 48, device=device), end_offsets([m // 2, 0, m - m // 2], device)
+        out, gram = run(x, w_t, offs)
+        expected = ops.scaled_grouped_mm(
+            *_operands(ops.quantize_rowwise(x), ops.quantize_weight_colwise(w_t)), offs, torch.bfloat16
+        )
+        assert torch.equal(out, expected)
+        assert gram.shape == (3, 48, 48) and not gram[1].any() and gram[0].any()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.gpu
+def test_reference_is_the_same_on_both_devices():
+    x, offs = with_hard_values(tokens([37, 0, 60], 80, slack=3)), end_offsets([37, 0, 60])
+    for pow2 in (True, False):
+        assert_same(
+            reference.quantize_rowwise_and_colwise_per_group(x.cuda(), offs.cuda(), pow2),
+            reference.quantize_rowwise_and_colwise_per_group(x, offs, pow2),
+        )
