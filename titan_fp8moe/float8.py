@@ -18,6 +18,15 @@ def round_up(size: int, multiple: int) -> int:
     return (size + multiple - 1) // multiple * multiple
 
 
+def leading_dim(size: int) -> int:
+    """Leading dimension of a transposed operand with ``size`` tokens: the first multiple of 16 above ``size``.
+
+    Never equal to it: a tensor that is contiguous for some token counts alone would make ``torch.compile`` guard on
+    the count, and compile again.
+    """
+    return size // ALIGNMENT * ALIGNMENT + ALIGNMENT
+
+
 def scale_from_amax(amax: torch.Tensor, round_scales_to_power_of_2: bool = True) -> torch.Tensor:
     """The dequantisation scale ``s`` of a row or column whose largest magnitude is ``amax``.
 

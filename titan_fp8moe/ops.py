@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import reference
-from titan_fp8moe.float8 import ALIGNMENT, FP8_DTYPE, round_up
+from titan_fp8moe.float8 import ALIGNMENT, FP8_DTYPE, leading_dim, round_up
 
 GEMM_BACKENDS = ("auto", "torch", "reference")
 _INPUT_DTYPES = (torch.bfloat16, torch.float32)
@@ -51,8 +51,7 @@ def _check_multiple_of_16(**sizes: int) -> None:
 
 
 def _empty_column_major(x: Tensor, m: int, k: int) -> Tensor:
-    # TMA wants leading dimensions in multiples of 16 bytes; the padding is never read.
-    return x.new_empty((k, round_up(m, ALIGNMENT)), dtype=FP8_DTYPE)[:, :m].t()
+    return x.new_empty((k, leading_dim(m)), dtype=FP8_DTYPE)[:, :m].t()
 
 
 def _empty_scale(x: Tensor, *shape: int) -> Tensor:
@@ -95,7 +94,7 @@ def quantize_colwise_per_group(
         round_scales_to_power_of_2: see `scale_from_amax`.
 
     Returns:
-        q ``(M, K)`` e4m3 column-major with a leading dimension rounded up to 16, zeros past ``offs[-1]``, and scale
+        q ``(M, K)`` e4m3 column-major (see `leading_dim`), zeros past ``offs[-1]``, and scale
         ``(E, K)``.
     """
     _check_input("x", x, 2)
@@ -123,7 +122,7 @@ def quantize_rowwise_per_group(
         round_scales_to_power_of_2: see `scale_from_amax`.
 
     Returns:
-        q ``(N, M)`` e4m3 row-major with a row stride rounded up to 16, zeros past ``offs[-1]``, and scale ``(E, N)``.
+        q ``(N, M)`` e4m3 row-major (rows `leading_dim` apart), zeros past ``offs[-1]``, and scale ``(E, N)``.
     """
     _check_input("x_t", x_t, 2)
     _check_offs(offs, x_t)

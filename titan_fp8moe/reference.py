@@ -7,7 +7,7 @@ to no group. A scale multiplies: ``x ≈ q.float() * scale``.
 
 import torch
 
-from titan_fp8moe.float8 import ALIGNMENT, FP8_DTYPE, round_up, scale_from_amax
+from titan_fp8moe.float8 import FP8_DTYPE, leading_dim, scale_from_amax
 
 
 def _divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -30,9 +30,9 @@ def group_of_row(offs: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def column_major(x: torch.Tensor) -> torch.Tensor:
-    """A copy of ``x (M, K)`` in column-major order whose leading dimension is M rounded up to 16, as TMA wants it."""
+    """A copy of ``x (M, K)`` in column-major order with `leading_dim` of M between columns."""
     m, k = x.shape
-    out = x.new_empty((k, round_up(m, ALIGNMENT)))[:, :m].t()
+    out = x.new_empty((k, leading_dim(m)))[:, :m].t()
     return out.copy_(x)
 
 
