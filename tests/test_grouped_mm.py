@@ -269,7 +269,7 @@ def test_refuses_unknown_options(options, message, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [[512, 256, 1280], [37, 0, 2011]])
-@pytest.mark.parametrize("backend", ["torch"])
+@pytest.mark.parametrize("backend", ["triton", "torch"])
 def test_gpu_backends_agree_with_the_reference(sizes, backend):
     x = normal(sum(sizes), 512, device="cuda", dtype=torch.bfloat16)
     w_t = normal(3, 512, 768, device="cuda", dtype=torch.bfloat16)

@@ -142,6 +142,22 @@ def test_quantize_weight(shape, transposed, pow2, dtype, device):
             assert_same((q_r[i, :, j], scale_r[i, j]), _vector(w_t[i, j], pow2))
 
 
+@DTYPES
+@POW2
+@pytest.mark.parametrize("transposed", [False, True])
+def test_weights_from_one_read_and_side_by_side(transposed, pow2, dtype, device):
+    w1_t, w3_t = (normal(3, 48, 80, seed=seed, device=device, dtype=dtype) for seed in (1, 3))
+    if transposed:
+        w1_t, w3_t = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (w1_t, w3_t))
+    separate = (*ops.quantize_weight_colwise(w1_t, pow2), *ops.quantize_weight_rowwise(w1_t, pow2))
+    assert_same(ops.quantize_weight(w1_t, pow2), separate)
+    joint = torch.cat((w1_t, w3_t), 2)
+    colwise, rowwise = ops.quantize_weight_colwise(joint, pow2), ops.quantize_weight_rowwise(joint, pow2)
+    assert_same(ops.quantize_joint_weight_colwise(w1_t, w3_t, pow2), colwise)
+    assert_same(ops.quantize_joint_weight_rowwise(w1_t, w3_t, pow2), rowwise)
+    assert_same(ops.quantize_joint_weight(w1_t, w3_t, pow2), (*colwise, *rowwise))
+
+
 def _vector(values, pow2):
     q, scale = quantize_vector(values, pow2)
     return q, torch.tensor(scale)
@@ -269,6 +285,27 @@ def test_products_with_zero_experts_or_tokens(device):
     assert out.shape == (5, 32) and not out.any()
 
 
+@pytest.mark.parametrize("layout", ["wide rows", "odd stride", "odd address"])
+def test_operands_of_any_row_stride_and_address(layout, device):
+    sizes = [21, 0, 32]
+    offs, x, grad = end_offsets(sizes, device), normal(53, 48, device=device), normal(53, 64, device=device)
+    forward = _operands(ops.quantize_rowwise(x), ops.quantize_weight_colwise(normal(3, 48, 64, device=device)))
+    wgrad = _operands(ops.quantize_rowwise_per_group(grad.t(), offs), ops.quantize_colwise_per_group(x, offs))
+
+    def arranged(rows):
+        shape, pad = rows.shape, {"wide rows": 16, "odd stride": 3, "odd address": 0}[layout]
+        memory = torch.zeros(*shape[:-1], shape[-1] + pad, dtype=torch.uint8, device=device)
+        if layout == "odd address":
+            memory = torch.zeros(rows.numel() + 1, dtype=torch.uint8, device=device)[1:].view(shape)
+        memory[..., : shape[-1]] = rows.view(torch.uint8)
+        return memory.view(torch.float8_e4m3fn)[..., : shape[-1]]
+
+    for a, b_t, *rest in (forward, wgrad):
+        moved = arranged(a), arranged(b_t.transpose(-2, -1)).transpose(-2, -1)
+        out, expected = (ops.scaled_grouped_mm(*o, *rest, offs, torch.float32) for o in (moved, (a, b_t)))
+        assert torch.equal(out, expected)
+
+
 def test_same_bits_twice(device):
     sizes = [37, 0, 91, 5]
     x, offs = normal(140, 160, device=device), end_offsets(sizes, device)
@@ -315,7 +352,7 @@ def _gemm_args(device, **changes):
         (lambda a: {"offs": a["offs"][:1]}, ValueError, "one matrix for each of the 1 groups, got 2"),
         (lambda a: {"a": a["a"].float()}, TypeError, "a must be torch.float8_e4m3fn, got torch.float32"),
         (lambda a: {"a": a["a"][:, :32]}, ValueError, "contraction dimensions"),
-        (lambda a: {"b_t": a["b_t"].contiguous()}, ValueError, "b_t must be contiguous along the contraction"),
+        (lambda a: {"b_t": a["b_t"].contiguous()}, ValueError, "b_t must be contiguous along the contraction axis"),
         (lambda a: {"scale_a": a["scale_a"].double()}, TypeError, "scale_a must be float32"),
         (lambda a: {"scale_a": a["scale_a"][:5]}, ValueError, r"scale_a must be contiguous with shape \(32,\)"),
         (lambda a: {"scale_b": a["scale_b"][:, :5]}, ValueError, r"scale_b must be contiguous with shape \(2, 64\)"),
@@ -376,6 +413,10 @@ def _op_calls(device):
     yield ops.requantize_colwise_per_group, (q, scale, offs)
     yield ops.quantize_weight_colwise, (w_t,)
     yield ops.quantize_weight_rowwise, (w_t,)
+    yield ops.quantize_weight, (w_t,)
+    yield ops.quantize_joint_weight_colwise, (w_t, w_t)
+    yield ops.quantize_joint_weight_rowwise, (w_t, w_t)
+    yield ops.quantize_joint_weight, (w_t, w_t)
     forward = _operands((q, scale), ops.quantize_weight_colwise(w_t))
     yield ops.scaled_grouped_mm, (*forward, offs, torch.bfloat16)
     wgrad = _operands(ops.quantize_rowwise_per_group(x.t(), offs), ops.quantize_colwise_per_group(x, offs))

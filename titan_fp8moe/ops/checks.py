@@ -1,0 +1,73 @@
+"""What the operators ask of their arguments, and the memory they allocate."""
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe.float8 import ALIGNMENT, FP8_DTYPE, leading_dim
+
+INPUT_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def check_input(name: str, x: Tensor, dim: int) -> None:
+    if x.dim() != dim:
+        raise ValueError(f"{name} must have {dim} dimensions, got shape {tuple(x.shape)}")
+    if x.dtype not in INPUT_DTYPES:
+        raise TypeError(f"{name} must be bfloat16 or float32, got {x.dtype}; cast it first")
+
+
+def check_fp8(name: str, q: Tensor, dim: int) -> None:
+    if q.dim() != dim:
+        raise ValueError(f"{name} must have {dim} dimensions, got shape {tuple(q.shape)}")
+    if q.dtype != FP8_DTYPE:
+        raise TypeError(f"{name} must be {FP8_DTYPE}, got {q.dtype}; quantise it first")
+
+
+def check_scale(name: str, scale: Tensor, shape: tuple[int, ...], data: Tensor) -> None:
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name} must be float32, got {scale.dtype}")
+    if tuple(scale.shape) != shape or not scale.is_contiguous() or scale.device != data.device:
+        raise ValueError(
+            f"{name} must be contiguous with shape {shape} on {data.device}, got shape {tuple(scale.shape)} with "
+            f"strides {scale.stride()} on {scale.device}"
+        )
+
+
+def check_offs(offs: Tensor, data: Tensor) -> None:
+    if offs.dtype != torch.int32 or offs.dim() != 1:
+        raise TypeError(
+            f"offs must be int32 with shape (E,), got {offs.dtype} with shape {tuple(offs.shape)}; "
+            "use torch.cumsum(group_sizes, 0, dtype=torch.int32)"
+        )
+    if offs.device != data.device:
+        raise ValueError(
+            f"offs must be on the device of the data, {data.device}, got {offs.device}; move it with offs.to(...)"
+        )
+
+
+def check_multiple_of_16(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size % ALIGNMENT != 0:
+            raise ValueError(f"{name} must be divisible by {ALIGNMENT} for FP8 GEMMs, got {size}; pad the dimension")
+
+
+def check_out_dtype(out_dtype: torch.dtype) -> None:
+    if out_dtype not in INPUT_DTYPES:
+        raise TypeError(f"out_dtype must be bfloat16 or float32, got {out_dtype}")
+
+
+def empty_fp8(x: Tensor, *shape: int) -> Tensor:
+    return x.new_empty(shape, dtype=FP8_DTYPE)
+
+
+def empty_column_major(x: Tensor, m: int, k: int) -> Tensor:
+    """``(m, k)`` e4m3 with `leading_dim` of m between columns; the padding is never read."""
+    return x.new_empty((k, leading_dim(m)), dtype=FP8_DTYPE)[:, :m].t()
+
+
+def empty_scale(x: Tensor, *shape: int) -> Tensor:
+    return x.new_empty(shape, dtype=torch.float32)
+
+
+def zero_amax(x: Tensor, *shape: int) -> Tensor:
+    """Workspace of kernels that find maxima with atomics on the bits of magnitudes."""
+    return x.new_zeros(shape, dtype=torch.int32)

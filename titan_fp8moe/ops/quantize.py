@@ -1,0 +1,198 @@
+"""Quantisation of activations and gradients: rowwise, colwise per token group, both, and from one to the other."""
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe import reference
+from titan_fp8moe.float8 import has_fp8_tensor_cores
+from titan_fp8moe.kernels import quantize_per_group as kernels
+from titan_fp8moe.kernels import quantize_rowwise as rowwise_kernels
+from titan_fp8moe.ops.checks import (
+    check_fp8,
+    check_input,
+    check_offs,
+    check_scale,
+    empty_column_major,
+    empty_fp8,
+    empty_scale,
+    zero_amax,
+)
+
+
+@torch.library.custom_op("titan_fp8moe::quantize_rowwise", mutates_args=())
+def quantize_rowwise(x: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
+    """One scale per row.
+
+    Args:
+        x: ``(M, K)`` bf16 or fp32, any strides.
+        round_scales_to_power_of_2: see `scale_from_amax`.
+
+    Returns:
+        q ``(M, K)`` e4m3 row-major and scale ``(M,)``.
+    """
+    check_input("x", x, 2)
+    if x.numel() == 0 or not has_fp8_tensor_cores(x.device):
+        return reference.quantize_rowwise(x, round_scales_to_power_of_2)
+    q, scale = empty_fp8(x, *x.shape), empty_scale(x, x.shape[0])
+    with torch.cuda.device(x.device):
+        rowwise_kernels.quantize_rowwise(x, q, scale, round_scales_to_power_of_2)
+    return q, scale
+
+
+@quantize_rowwise.register_fake
+def _(x: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
+    check_input("x", x, 2)
+    return empty_fp8(x, *x.shape), empty_scale(x, x.shape[0])
+
+
+def _quantize_colwise_per_group(x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool) -> tuple[Tensor, Tensor]:
+    if x.numel() == 0 or offs.numel() == 0 or not has_fp8_tensor_cores(x.device):
+        return reference.quantize_colwise_per_group(x, offs, round_scales_to_power_of_2)
+    (m, k), num_groups = x.shape, offs.shape[0]
+    q, scale = empty_column_major(x, m, k), empty_scale(x, num_groups, k)
+    with torch.cuda.device(x.device):
+        kernels.quantize_colwise_per_group(x, offs, q, scale, zero_amax(x, num_groups, k), round_scales_to_power_of_2)
+    return q, scale
+
+
+@torch.library.custom_op("titan_fp8moe::quantize_colwise_per_group", mutates_args=())
+def quantize_colwise_per_group(
+    x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[Tensor, Tensor]:
+    """One scale per column and token group: an operand whose rows are the contraction of a weight gradient.
+
+    Args:
+        x: ``(M, K)`` bf16 or fp32, any strides; groups are ranges of rows.
+        offs: ``(E,)``.
+        round_scales_to_power_of_2: see `scale_from_amax`.
+
+    Returns:
+        q ``(M, K)`` e4m3 column-major (see `leading_dim`), zeros past ``offs[-1]``, and scale
+        ``(E, K)``.
+    """
+    check_input("x", x, 2)
+    check_offs(offs, x)
+    return _quantize_colwise_per_group(x, offs, round_scales_to_power_of_2)
+
+
+@quantize_colwise_per_group.register_fake
+def _(x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
+    check_input("x", x, 2)
+    check_offs(offs, x)
+    m, k = x.shape
+    return empty_column_major(x, m, k), empty_scale(x, offs.shape[0], k)
+
+
+@torch.library.custom_op("titan_fp8moe::quantize_rowwise_per_group", mutates_args=())
+def quantize_rowwise_per_group(
+    x_t: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[Tensor, Tensor]:
+    """One scale per row and token group, groups along columns: `quantize_colwise_per_group` of the transpose.
+
+    Args:
+        x_t: ``(N, M)`` bf16 or fp32, any strides; groups are ranges of columns.
+        offs: ``(E,)``.
+        round_scales_to_power_of_2: see `scale_from_amax`.
+
+    Returns:
+        q ``(N, M)`` e4m3 row-major (rows `leading_dim` apart), zeros past ``offs[-1]``, and scale ``(E, N)``.
+    """
+    check_input("x_t", x_t, 2)
+    check_offs(offs, x_t)
+    q, scale = _quantize_colwise_per_group(x_t.t(), offs, round_scales_to_power_of_2)
+    return q.t(), scale
+
+
+@quantize_rowwise_per_group.register_fake
+def _(x_t: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
+    check_input("x_t", x_t, 2)
+    check_offs(offs, x_t)
+    n, m = x_t.shape
+    return empty_column_major(x_t, m, n).t(), empty_scale(x_t, offs.shape[0], n)
+
+
+@torch.library.custom_op("titan_fp8moe::quantize_rowwise_and_colwise_per_group", mutates_args=())
+def quantize_rowwise_and_colwise_per_group(
+    x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both forms of one tensor, as an output gradient needs them: rowwise for dgrad, colwise per group for wgrad.
+
+    With power-of-two scales the second form is the first one moved by the ratio of the two scales: exact except for
+    values that underflow in the row's scale.
+
+    Args:
+        x: ``(M, K)`` bf16 or fp32, any strides; groups are ranges of rows.
+        offs: ``(E,)``.
+        round_scales_to_power_of_2: see `scale_from_amax`.
+
+    Returns:
+        q and scale of `quantize_rowwise`, then q and scale in the layout of `quantize_colwise_per_group`.
+    """
+    check_input("x", x, 2)
+    check_offs(offs, x)
+    if x.numel() == 0 or offs.numel() == 0 or not has_fp8_tensor_cores(x.device):
+        return reference.quantize_rowwise_and_colwise_per_group(x, offs, round_scales_to_power_of_2)
+    (m, k), num_groups = x.shape, offs.shape[0]
+    q, scale = empty_fp8(x, m, k), empty_scale(x, m)
+    q_col, scale_col = empty_column_major(x, m, k), empty_scale(x, num_groups, k)
+    with torch.cuda.device(x.device):
+        kernels.quantize_rowwise_and_colwise_per_group(
+            x, offs, q, scale, q_col, scale_col, zero_amax(x, num_groups, k), round_scales_to_power_of_2
+        )
+    return q, scale, q_col, scale_col
+
+
+@quantize_rowwise_and_colwise_per_group.register_fake
+def _(x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_input("x", x, 2)
+    check_offs(offs, x)
+    m, k = x.shape
+    return (
+        empty_fp8(x, m, k),
+        empty_scale(x, m),
+        empty_column_major(x, m, k),
+        empty_scale(x, offs.shape[0], k),
+    )
+
+
+def _check_requantize(q: Tensor, scale: Tensor, offs: Tensor) -> None:
+    check_fp8("q", q, 2)
+    check_offs(offs, q)
+    check_scale("scale", scale, (q.shape[0],), q)
+
+
+@torch.library.custom_op("titan_fp8moe::requantize_colwise_per_group", mutates_args=())
+def requantize_colwise_per_group(
+    q: Tensor, scale: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[Tensor, Tensor]:
+    """A row-scaled FP8 tensor as a column-scaled one, so that no bf16 original has to be kept for a weight gradient.
+
+    With power-of-two scales values move by an exponent shift, exact except where they underflow; otherwise they are
+    dequantised and quantised again, which rounds twice.
+
+    Args:
+        q: ``(M, K)`` e4m3 row-major.
+        scale: ``(M,)``.
+        offs: ``(E,)``.
+        round_scales_to_power_of_2: of the new scales; pass what ``scale`` was made with.
+
+    Returns:
+        q and scale in the layout of `quantize_colwise_per_group`.
+    """
+    _check_requantize(q, scale, offs)
+    if q.numel() == 0 or offs.numel() == 0 or not has_fp8_tensor_cores(q.device):
+        return reference.requantize_colwise_per_group(q, scale, offs, round_scales_to_power_of_2)
+    (m, k), num_groups = q.shape, offs.shape[0]
+    q_col, scale_col = empty_column_major(q, m, k), empty_scale(q, num_groups, k)
+    with torch.cuda.device(q.device):
+        kernels.requantize_colwise_per_group(
+            q, scale, offs, q_col, scale_col, zero_amax(q, num_groups, k), round_scales_to_power_of_2
+        )
+    return q_col, scale_col
+
+
+@requantize_colwise_per_group.register_fake
+def _(q: Tensor, scale: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
+    _check_requantize(q, scale, offs)
+    m, k = q.shape
+    return empty_column_major(q, m, k), empty_scale(q, offs.shape[0], k)

@@ -1,0 +1,97 @@
+"""SwiGLU and its gradient, quantised as they are computed."""
+
+import torch
+from torch import Tensor
+
+from titan_fp8moe import reference
+from titan_fp8moe.float8 import has_fp8_tensor_cores
+from titan_fp8moe.kernels import swiglu as kernels
+from titan_fp8moe.ops.checks import check_input, empty_fp8, empty_scale
+
+
+def _check_gate_up(gate_up: Tensor) -> None:
+    check_input("gate_up", gate_up, 2)
+    if gate_up.shape[1] % 2 or (gate_up.stride(1) != 1 and gate_up.numel() > 0):
+        raise ValueError(
+            f"gate_up must be (M, 2H), row-major, got shape {tuple(gate_up.shape)} with strides {gate_up.stride()}"
+        )
+
+
+@torch.library.custom_op("titan_fp8moe::swiglu_quantize_rowwise", mutates_args=())
+def swiglu_quantize_rowwise(gate_up: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
+    """``h = silu(gate) * up`` in float32, quantised with one scale per row without being rounded in between.
+
+    Args:
+        gate_up: ``(M, 2H)`` bf16 or fp32, row-major: ``[gate | up]``.
+        round_scales_to_power_of_2: see `scale_from_amax`.
+
+    Returns:
+        q ``(M, H)`` e4m3 row-major and scale ``(M,)``.
+    """
+    _check_gate_up(gate_up)
+    if gate_up.numel() == 0 or not has_fp8_tensor_cores(gate_up.device):
+        return reference.swiglu_quantize_rowwise(gate_up, round_scales_to_power_of_2)
+    m, h = gate_up.shape[0], gate_up.shape[1] // 2
+    q, scale = empty_fp8(gate_up, m, h), empty_scale(gate_up, m)
+    with torch.cuda.device(gate_up.device):
+        kernels.swiglu_quantize_rowwise(gate_up, q, scale, round_scales_to_power_of_2)
+    return q, scale
+
+
+@swiglu_quantize_rowwise.register_fake
+def _(gate_up: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
+    _check_gate_up(gate_up)
+    m, h = gate_up.shape[0], gate_up.shape[1] // 2
+    return empty_fp8(gate_up, m, h), empty_scale(gate_up, m)
+
+
+def _check_swiglu_backward(grad_h: Tensor, gate_up: Tensor) -> None:
+    _check_gate_up(gate_up)
+    check_input("grad_h", grad_h, 2)
+    shape = (gate_up.shape[0], gate_up.shape[1] // 2)
+    if tuple(grad_h.shape) != shape or (grad_h.stride(1) != 1 and grad_h.numel() > 0):
+        raise ValueError(
+            f"grad_h must be row-major with shape {shape}, got shape {tuple(grad_h.shape)} with strides "
+            f"{grad_h.stride()}"
+        )
+
+
+@torch.library.custom_op("titan_fp8moe::swiglu_backward_quantize_rowwise", mutates_args=())
+def swiglu_backward_quantize_rowwise(
+    grad_h: Tensor, gate_up: Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of gate and up, and h once more, computed in float32 and quantised with one scale per row each.
+
+    ``d_up = grad_h * silu(g)`` and ``d_gate = grad_h * up * σ(g) * (1 + g * (1 - σ(g)))``.
+
+    Args:
+        grad_h: ``(M, H)`` bf16 or fp32, row-major.
+        gate_up: ``(M, 2H)`` bf16 or fp32, row-major: ``[gate | up]``.
+        round_scales_to_power_of_2: see `scale_from_amax`.
+
+    Returns:
+        q ``(M, 2H)`` e4m3 of ``[d_gate | d_up]`` and its scale ``(M,)``, then q ``(M, H)`` of h and its scale ``(M,)``.
+    """
+    _check_swiglu_backward(grad_h, gate_up)
+    if gate_up.numel() == 0 or not has_fp8_tensor_cores(gate_up.device):
+        return reference.swiglu_backward_quantize_rowwise(grad_h, gate_up, round_scales_to_power_of_2)
+    m, h = grad_h.shape
+    q, scale = empty_fp8(gate_up, m, 2 * h), empty_scale(gate_up, m)
+    q_h, scale_h = empty_fp8(gate_up, m, h), empty_scale(gate_up, m)
+    with torch.cuda.device(gate_up.device):
+        kernels.swiglu_backward_quantize_rowwise(grad_h, gate_up, q, scale, q_h, scale_h, round_scales_to_power_of_2)
+    return q, scale, q_h, scale_h
+
+
+@swiglu_backward_quantize_rowwise.register_fake
+def _(
+    grad_h: Tensor, gate_up: Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_swiglu_backward(grad_h, gate_up)
+    m, h = grad_h.shape
+    return (
+        empty_fp8(gate_up, m, 2 * h),
+        empty_scale(gate_up, m),
+        empty_fp8(gate_up, m, h),
+        empty_scale(gate_up, m),
+    )
