@@ -208,6 +208,49 @@ def test_any_strides(layout, device):
     assert_same(ops.quantize_weight_rowwise(x[None]), ops.quantize_weight_rowwise(copy[None]))
 
 
+# ---- SwiGLU ----------------------------------------------------------------------------------------------------------
+
+
+@DTYPES
+@POW2
+@pytest.mark.parametrize("shape", [(0, 48), (37, 48), (64, 2880)])
+def test_swiglu_against_autograd(shape, pow2, dtype, device):
+    m, h = shape
+    gate_up = (3 * normal(m, 2 * h, device=device)).to(dtype)
+    grad_h = normal(m, h, seed=1, device=device, dtype=dtype)
+    exact = gate_up.double().requires_grad_()
+    gate, up = exact.chunk(2, 1)
+    expected_h = torch.nn.functional.silu(gate) * up
+    (expected_grad,) = torch.autograd.grad(expected_h, exact, grad_h.double())
+    q, scale = ops.swiglu_quantize_rowwise(gate_up, pow2)
+    d_q, d_scale, h_q, h_scale = ops.swiglu_backward_quantize_rowwise(grad_h, gate_up, pow2)
+    assert_same((h_q, h_scale), (q, scale))
+    if m == 0:
+        assert q.shape == (0, h) and d_q.shape == (0, 2 * h)
+        return
+    # Where float32 and float64 round to neighbours in e4m3, a value is off by one step of it and no more.
+    for actual, actual_scale, exact_value in ((q, scale, expected_h), (d_q, d_scale, expected_grad)):
+        assert sqnr_db(actual.float() * actual_scale[:, None], exact_value) > 28
+        torch.testing.assert_close(
+            actual_scale, reference.quantize_rowwise(exact_value.float(), pow2)[1], rtol=0 if pow2 else 1e-6, atol=0
+        )
+        reference_q = (exact_value / actual_scale[:, None]).float().to(torch.float8_e4m3fn)
+        steps = (bits(actual).int() - bits(reference_q).int()).abs()
+        assert steps.max() <= 1 and (steps > 0).float().mean() < 1e-3
+
+
+def test_swiglu_keeps_zeros_and_shows_non_finite_values(device):
+    gate_up = normal(6, 96, device=device)
+    gate_up[1, 3], gate_up[2, 60], gate_up[3] = -1e30, torch.inf, 0
+    grad_h = normal(6, 48, seed=1, device=device)
+    q, scale = ops.swiglu_quantize_rowwise(gate_up)
+    d_q, d_scale, _, _ = ops.swiglu_backward_quantize_rowwise(grad_h, gate_up)
+    for values in (q.float() * scale[:, None], d_q.float() * d_scale[:, None]):
+        assert values[2].isnan().all() and values[[0, 1, 3, 4, 5]].isfinite().all()
+        assert values[1, 3] == 0 and values[4].any()
+    assert not q[3].float().any() and not d_q[3].float().any()
+
+
 # ---- grouped GEMM ----------------------------------------------------------------------------------------------------
 
 
@@ -417,6 +460,9 @@ def _op_calls(device):
     yield ops.quantize_joint_weight_colwise, (w_t, w_t)
     yield ops.quantize_joint_weight_rowwise, (w_t, w_t)
     yield ops.quantize_joint_weight, (w_t, w_t)
+    gate_up = normal(37, 96, device=device)
+    yield ops.swiglu_quantize_rowwise, (gate_up,)
+    yield ops.swiglu_backward_quantize_rowwise, (x, gate_up)
     forward = _operands((q, scale), ops.quantize_weight_colwise(w_t))
     yield ops.scaled_grouped_mm, (*forward, offs, torch.bfloat16)
     wgrad = _operands(ops.quantize_rowwise_per_group(x.t(), offs), ops.quantize_colwise_per_group(x, offs))

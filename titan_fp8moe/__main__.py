@@ -37,12 +37,23 @@ def _device() -> torch.device:
 
 
 def _implementations(device: torch.device) -> dict[str, str]:
+    """Which implementation each operator takes on ``device``, and why."""
+    if device.type == "cpu":
+        reason = "no CUDA device"
+    else:
+        reason = "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
+    others = "triton" if has_fp8_tensor_cores(device) else "reference"
+    implementations = {}
+    for name in ops.__all__:
+        if isinstance(getattr(ops, name), torch.library.CustomOpDef):
+            implementations[name] = f"{others} ({reason})"
     try:
-        gemm = ops.resolve_gemm_backend("auto", device)
+        gemm = f"{ops.resolve_gemm_backend('auto', device)} ({reason})"
+        implementations["scaled_grouped_mm"] = gemm
+        implementations["grouped_mm_wgrad"] = gemm if device.type == "cpu" else f"torch ({reason})"
     except RuntimeError as error:
-        gemm = f"none: {error}"
-    reason = "no CUDA device" if device.type == "cpu" else "the backend for this GPU"
-    return {"quantize ops": "reference (pure torch)", "scaled_grouped_mm": f"{gemm} ({reason})"}
+        implementations["scaled_grouped_mm"] = implementations["grouped_mm_wgrad"] = f"none: {error}"
+    return implementations
 
 
 def _sqnr_db(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -128,8 +139,8 @@ def doctor(as_json: bool) -> int:
         for section in ("versions", "device", "implementations", "sqnr_db"):
             print(section)
             for name, value in report.get(section, {}).items():
-                print(f"  {name:20} {value}")
-        print(f"converter registered   {report['converter_registered']}")
+                print(f"  {name:40} {value}")
+        print(f"converter registered: {report['converter_registered']}")
         if device.type == "cpu":
             print("no CUDA device: FP8 is emulated here, which is for tests and not for speed")
         for problem in problems:

@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from fnmatch import fnmatchcase
+from importlib import import_module
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -96,6 +97,16 @@ def hidden_dim_shards_of(job_config: JobConfig) -> int:
     return parallelism.tensor_parallel_degree
 
 
+def weights_survive_forward(job_config: JobConfig, parallel_dims: ParallelDims) -> bool:
+    """False where FSDP frees the gathered experts' weights between forward and backward."""
+    p = parallel_dims
+    shards = p.dp_shard * p.cp
+    if p.ep > 1:
+        shards = shards * p.tp // (p.etp * p.ep)
+    policy = job_config.parallelism.fsdp_reshard_after_forward
+    return shards == 1 or policy == "never" or (policy == "default" and p.pp > 1)
+
+
 def _check_experts(fqn: str, experts: GroupedExperts, emulate: bool, hidden_dim_shards: int) -> None:
     if type(experts) not in (GroupedExperts, Float8GroupedExperts):
         raise ValueError(
@@ -176,6 +187,7 @@ def convert_experts(
     *,
     compile_backend: str | None = None,
     hidden_dim_shards: int = 1,
+    keep_quantized_weights: bool = True,
 ) -> list[str]:
     """Swap the experts modules of ``model`` for their FP8 form, in place.
 
@@ -184,6 +196,7 @@ def convert_experts(
         config: what to convert and how; defaults apply when it is None.
         compile_backend: compile the experts' function with this ``torch.compile`` backend.
         hidden_dim_shards: into how many shards tensor parallelism will cut the experts' hidden dimension.
+        keep_quantized_weights: see `titan_fp8moe.float8_experts`; False for weights that FSDP frees after forward.
 
     Returns:
         The names of the converted modules.
@@ -202,6 +215,7 @@ def convert_experts(
             "round_scales_to_power_of_2": config.round_scales_to_power_of_2,
             "fast_accum": config.fast_accum,
             "gemm_backend": backend,
+            "keep_quantized_weights": keep_quantized_weights,
         },
         compile_backend,
     )
@@ -219,6 +233,17 @@ def convert_experts(
     return selected
 
 
+def _save_products_under_selective_ac(model_name: str) -> None:
+    # torchtitan lists the operators whose results selective activation checkpointing keeps, the matrix products among
+    # them, in a set of each model; an operator that only extensions have is added there, as DeepEP's are.
+    try:
+        parallelize = import_module(f"torchtitan.models.{model_name}.infra.parallelize")
+    except ModuleNotFoundError:
+        return  # a model from elsewhere, with rules of its own
+    if hasattr(parallelize, "_op_sac_save_list"):
+        parallelize._op_sac_save_list.add(torch.ops.titan_fp8moe.scaled_grouped_mm.default)
+
+
 class Float8MoEConverter(model_converter.ModelConverter):
     """torchtitan's converter protocol around `convert_experts`."""
 
@@ -227,6 +252,8 @@ class Float8MoEConverter(model_converter.ModelConverter):
         # torchtitan compiles a function that converted modules do not call, and skips the modules themselves.
         self.compile_backend = compile_backend_of(job_config)
         self.hidden_dim_shards = hidden_dim_shards_of(job_config)
+        self.keep_quantized_weights = weights_survive_forward(job_config, parallel_dims)
+        _save_products_under_selective_ac(job_config.model.name)
 
     def convert(self, model: nn.Module) -> None:
         convert_experts(
@@ -234,12 +261,8 @@ class Float8MoEConverter(model_converter.ModelConverter):
             self.config,
             compile_backend=self.compile_backend,
             hidden_dim_shards=self.hidden_dim_shards,
+            keep_quantized_weights=self.keep_quantized_weights,
         )
-        if self.compile_backend is None and torch.cuda.is_available():
-            logger.warning(
-                "fp8moe: compile is off, so SwiGLU and its gradient run unfused; set compile.enable = true with "
-                '"model" in compile.components for speed'
-            )
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         pass

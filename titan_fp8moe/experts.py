@@ -1,9 +1,111 @@
-"""`float8_experts`: the SwiGLU experts of an MoE layer on FP8 operands."""
+"""`float8_experts`: the SwiGLU experts of an MoE layer as one differentiable function on FP8 operands.
 
-import torch.nn.functional as F
+Forward: x is quantised once for w1 and w3, which are one product with ``[w1 | w3]``; SwiGLU and the quantisation of
+its result are one kernel. Backward: the gradient is quantised both ways from one read, the gradient of SwiGLU is
+quantised as it is computed, and dgrad is one product over 2H. Operands of the weight gradients are the row-scaled FP8
+tensors moved to column scales, so x is kept in FP8.
+"""
+
+import torch
 from torch import Tensor
 
-from titan_fp8moe.grouped_mm import float8_grouped_mm
+from titan_fp8moe import ops, reference
+from titan_fp8moe.grouped_mm import check_options
+
+
+class _Float8Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        x,
+        w1,
+        w2,
+        w3,
+        offs,
+        recipe,
+        round_scales_to_power_of_2,
+        fast_accum,
+        gemm_backend,
+        keep_quantized_weights,
+    ):
+        pow2, fast = round_scales_to_power_of_2, fast_accum != "none"
+        w1_t, w2_t, w3_t = w1.transpose(1, 2), w2.transpose(1, 2), w3.transpose(1, 2)
+        keep_quantized_weights = keep_quantized_weights and any(ctx.needs_input_grad[:4])
+        if keep_quantized_weights:
+            w13_q, w13_scale, *w13_dgrad = ops.quantize_joint_weight(w1_t, w3_t, pow2)
+            w2_q, w2_scale, *w2_dgrad = ops.quantize_weight(w2_t, pow2)
+            kept_weights = (*w13_dgrad, *w2_dgrad)
+        else:
+            w13_q, w13_scale = ops.quantize_joint_weight_colwise(w1_t, w3_t, pow2)
+            w2_q, w2_scale = ops.quantize_weight_colwise(w2_t, pow2)
+            kept_weights = (w1, w2, w3)
+
+        x_q, x_scale = ops.quantize_rowwise(x, pow2)
+        # Pre-activations are bf16 whatever x is: FP8 operands follow.
+        gate_up = ops.scaled_grouped_mm(x_q, w13_q, x_scale, w13_scale, offs, torch.bfloat16, fast, gemm_backend)
+        h_q, h_scale = ops.swiglu_quantize_rowwise(gate_up, pow2)
+        out = ops.scaled_grouped_mm(h_q, w2_q, h_scale, w2_scale, offs, x.dtype, fast, gemm_backend)
+
+        kept_x = (x_q, x_scale) if recipe == "rowwise" else (x,)
+        ctx.save_for_backward(offs, gate_up, *kept_weights, *kept_x)
+        ctx.keep_quantized_weights = keep_quantized_weights
+        ctx.dtypes = (x.dtype, w1.dtype, w2.dtype, w3.dtype)
+        ctx.options = (recipe, pow2, fast_accum == "all", gemm_backend)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        recipe, pow2, fast, gemm_backend = ctx.options
+        offs, gate_up, *kept = ctx.saved_tensors
+        x_dtype, w1_dtype, w2_dtype, w3_dtype = ctx.dtypes
+        if ctx.keep_quantized_weights:
+            w13_q, w13_scale, w2_q, w2_scale, *kept_x = kept
+        else:
+            w1, w2, w3, *kept_x = kept
+            w13_q, w13_scale = ops.quantize_joint_weight_rowwise(w1.transpose(1, 2), w3.transpose(1, 2), pow2)
+            w2_q, w2_scale = ops.quantize_weight_rowwise(w2.transpose(1, 2), pow2)
+
+        def product(a, b_t, scale_a, scale_b, dtype):
+            return ops.scaled_grouped_mm(a, b_t, scale_a, scale_b, offs, dtype, fast, gemm_backend)
+
+        rowwise = recipe == "rowwise"
+        if rowwise:
+            grad_q, grad_scale, grad_q_col, grad_scale_col = ops.quantize_rowwise_and_colwise_per_group(
+                grad, offs, pow2
+            )
+        else:
+            grad_q, grad_scale = ops.quantize_rowwise(grad, pow2)
+        grad_h = product(grad_q, w2_q, grad_scale, w2_scale, torch.bfloat16)
+        d_q, d_scale, h_q, h_scale = ops.swiglu_backward_quantize_rowwise(grad_h, gate_up, pow2)
+
+        grad_x = grad_w1 = grad_w2 = grad_w3 = None
+        if ctx.needs_input_grad[0]:
+            grad_x = product(d_q, w13_q, d_scale, w13_scale, x_dtype)
+        hidden_dim = h_q.shape[1]
+        if rowwise:
+            if ctx.needs_input_grad[2]:
+                h_q, h_scale = ops.requantize_colwise_per_group(h_q, h_scale, offs, pow2)
+                grad_w2 = product(grad_q_col.t(), h_q, grad_scale_col, h_scale, w2_dtype)
+            if ctx.needs_input_grad[1] or ctx.needs_input_grad[3]:
+                x_q, x_scale = ops.requantize_colwise_per_group(*kept_x, offs, pow2)
+                d_q, d_scale = ops.requantize_colwise_per_group(d_q, d_scale, offs, pow2)
+                gate, up = (slice(None, hidden_dim), slice(hidden_dim, None))
+                if ctx.needs_input_grad[1]:
+                    d_gate_scale = d_scale[:, gate].contiguous()
+                    grad_w1 = product(d_q.t()[gate], x_q, d_gate_scale, x_scale, w1_dtype)
+                if ctx.needs_input_grad[3]:
+                    d_up_scale = d_scale[:, up].contiguous()
+                    grad_w3 = product(d_q.t()[up], x_q, d_up_scale, x_scale, w3_dtype)
+        else:
+            (x,) = kept_x
+            d_gate, d_up, h = reference.swiglu_backward(grad_h, gate_up)
+            if ctx.needs_input_grad[1]:
+                grad_w1 = ops.grouped_mm_wgrad(d_gate, x, offs, w1_dtype, gemm_backend)
+            if ctx.needs_input_grad[2]:
+                grad_w2 = ops.grouped_mm_wgrad(grad, h, offs, w2_dtype, gemm_backend)
+            if ctx.needs_input_grad[3]:
+                grad_w3 = ops.grouped_mm_wgrad(d_up, x, offs, w3_dtype, gemm_backend)
+        return grad_x, grad_w1, grad_w2, grad_w3, None, None, None, None, None, None
 
 
 def float8_experts(
@@ -17,6 +119,7 @@ def float8_experts(
     round_scales_to_power_of_2: bool = True,
     fast_accum: str = "all",
     gemm_backend: str = "auto",
+    keep_quantized_weights: bool = True,
 ) -> Tensor:
     """SwiGLU experts, ``(silu(x @ w1ᵀ) * (x @ w3ᵀ)) @ w2ᵀ`` for each token group, differentiable in all but ``offs``.
 
@@ -24,20 +127,30 @@ def float8_experts(
         x: ``(M, K)`` bf16 or fp32, any strides.
         w1, w3: ``(E, H, K)`` bf16 or fp32.
         w2: ``(E, K, H)`` bf16 or fp32. K and H are divisible by 16.
-        offs: as for `titan_fp8moe.float8_grouped_mm`, like the options.
+        offs: as for `titan_fp8moe.float8_grouped_mm`, like the next four options.
+        recipe: ``"rowwise_with_gw_hp"`` keeps x as it is for backward, ``"rowwise"`` its FP8 form.
+        round_scales_to_power_of_2: False rounds twice wherever an FP8 tensor moves from row to column scales.
+        fast_accum, gemm_backend: which products may sum at reduced precision, and who computes them.
+        keep_quantized_weights: keep the FP8 form of the weights that backward needs, a byte a weight, made by the
+            forward's read of them. False quantises again in backward; for weights that are freed in between, as FSDP
+            frees them, it is what saves memory.
 
     Returns:
-        ``(M, K)`` in x's dtype, zeros in rows at or past ``offs[-1]``.
+        ``(M, K)`` in x's dtype, zeros in rows at or past ``offs[-1]``. Gradients have the dtypes of their inputs.
 
     Raises:
         ValueError, TypeError, RuntimeError: as `titan_fp8moe.float8_grouped_mm`.
     """
-    options = {
-        "recipe": recipe,
-        "round_scales_to_power_of_2": round_scales_to_power_of_2,
-        "fast_accum": fast_accum,
-        "gemm_backend": gemm_backend,
-    }
-    gate = float8_grouped_mm(x, w1.transpose(1, 2), offs, **options)
-    up = float8_grouped_mm(x, w3.transpose(1, 2), offs, **options)
-    return float8_grouped_mm(F.silu(gate) * up, w2.transpose(1, 2), offs, **options)
+    check_options(recipe, fast_accum)
+    return _Float8Experts.apply(
+        x,
+        w1,
+        w2,
+        w3,
+        offs,
+        recipe,
+        round_scales_to_power_of_2,
+        fast_accum,
+        gemm_backend,
+        keep_quantized_weights,
+    )

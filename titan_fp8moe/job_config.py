@@ -37,10 +37,10 @@ class FP8MoE:
     fast_accum: Literal["all", "forward", "none"] = "all"
     """Which FP8 products may keep partial sums at the reduced precision of Hopper's tensor cores."""
 
-    gemm_backend: Literal["auto", "torch"] = "auto"
+    gemm_backend: Literal["auto", "triton", "torch"] = "auto"
     """
-    Which FP8 grouped GEMM runs: "torch" is torch._scaled_grouped_mm (compute capability 9.0 only), "auto" the fastest
-    for the GPU.
+    Which FP8 grouped GEMM runs: "triton" is this package's, "torch" is torch._scaled_grouped_mm (compute capability
+    9.0 only, and it copies its operands to pad them), "auto" the faster for the GPU.
     """
 
     emulate: bool = False

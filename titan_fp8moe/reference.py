@@ -172,15 +172,31 @@ def scaled_grouped_mm(
     return out.to(out_dtype)
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` in float32, rounded once to the inputs' dtype."""
-    gate32 = gate.float()
-    return (gate32 * torch.sigmoid(gate32) * up.float()).to(gate.dtype)
+def _swiglu_parts(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    gate, up = gate_up.float().chunk(2, 1)
+    sigmoid = 1 / (1 + torch.exp(-gate))
+    return gate, up, sigmoid, gate * sigmoid
 
 
-def swiglu_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `swiglu` by ``gate`` and ``up``: ``silu'(g) = σ(g) (1 + g (1 - σ(g)))``."""
-    grad32, gate32, up32 = grad.float(), gate.float(), up.float()
-    sigmoid = torch.sigmoid(gate32)
-    grad_gate = grad32 * up32 * sigmoid * (1 + gate32 * (1 - sigmoid))
-    return grad_gate.to(gate.dtype), (grad32 * gate32 * sigmoid).to(up.dtype)
+def swiglu_backward(grad_h: torch.Tensor, gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Float32 gradients of gate and up, and h: ``silu'(g) = σ(g) (1 + g (1 - σ(g)))``."""
+    gate, up, sigmoid, silu = _swiglu_parts(gate_up)
+    grad_h = grad_h.float()
+    return (grad_h * up) * (sigmoid * (1 + gate * (1 - sigmoid))), grad_h * silu, silu * up
+
+
+def swiglu_quantize_rowwise(
+    gate_up: torch.Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _, up, _, silu = _swiglu_parts(gate_up)
+    return quantize_rowwise(silu * up, round_scales_to_power_of_2)
+
+
+def swiglu_backward_quantize_rowwise(
+    grad_h: torch.Tensor, gate_up: torch.Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    d_gate, d_up, h = swiglu_backward(grad_h, gate_up)
+    return (
+        *quantize_rowwise(torch.cat((d_gate, d_up), 1), round_scales_to_power_of_2),
+        *quantize_rowwise(h, round_scales_to_power_of_2),
+    )
