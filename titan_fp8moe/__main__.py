@@ -5,6 +5,7 @@ import copy
 import importlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -134,7 +135,9 @@ def doctor(as_json: bool) -> int:
     report["problems"], report["verdict"] = problems, "FAIL" if problems else "PASS"
 
     if as_json:
-        print(json.dumps(report, indent=2))
+        # JSON has no NaN and no infinity.
+        finite = {name: db if math.isfinite(db) else str(db) for name, db in report.get("sqnr_db", {}).items()}
+        print(json.dumps(report | {"sqnr_db": finite}, indent=2, allow_nan=False))
     else:
         for section in ("versions", "device", "implementations", "sqnr_db"):
             print(section)
@@ -160,7 +163,11 @@ def _check_registration(job_config: JobConfig) -> None:
     if converter.CONVERTER_NAME not in job_config.model.converters:
         raise Refusal(f'model.converters does not contain "{converter.CONVERTER_NAME}": nothing would be converted')
     # This process has the converter anyway; would the trainer's?
-    imported = [name for name in (job_config.job.custom_config_module, job_config.experimental.custom_import) if name]
+    imported = [job_config.experimental.custom_import]
+    # The old name of this key is copied to the new one, but torchtitan imports no module by it.
+    if not job_config.experimental.custom_args_module:
+        imported.append(job_config.job.custom_config_module)
+    imported = [name for name in imported if name]
     if any(name.split(".")[0] == "titan_fp8moe" for name in imported):
         return
     code = f"import {', '.join(['sys', *imported])}; sys.exit('titan_fp8moe' not in sys.modules)"
@@ -195,17 +202,21 @@ def check(toml: str, flags: list[str]) -> int:
     try:
         if not os.path.isfile(toml):
             raise Refusal(f"no such file: {toml}")
+        # The trainer runs as python -m, which finds modules in the working directory; a console script does not.
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
         job_config = ConfigManager().parse_args(["--job.config_file", toml, *flags])
         if job_config.experimental.custom_import:
             importlib.import_module(job_config.experimental.custom_import)
         _check_registration(job_config)
         config = converter.read_config(job_config)
         model = _build_model(job_config)
-        selected = converter.select_experts(model, config, hidden_dim_shards=converter.hidden_dim_shards_of(job_config))
+        # First: on a GPU without FP8 grouped GEMM torchtitan turns grouped GEMMs off, which is not the reason to give.
         if torch.cuda.is_available():
             backend = f"backend {converter.select_backend(config)}"
         else:
             backend = "no GPU here: whether the target has FP8 grouped GEMMs was not checked"
+        selected = converter.select_experts(model, config, hidden_dim_shards=converter.hidden_dim_shards_of(job_config))
     except (Refusal, ValueError, TypeError, RuntimeError, ImportError) as error:
         print(f"REFUSED {toml}: {error}")
         return 1

@@ -19,7 +19,7 @@ from titan_fp8moe.job_config import FP8MoE
 from titan_fp8moe.modules import Float8GroupedExperts, build_run_experts
 
 CONVERTER_NAME = "fp8moe"
-TOKEN_GROUP_ALIGNMENTS = (16, 32)
+TOKEN_GROUP_ALIGNMENTS = (1, 16, 32)
 
 
 def check_config(config: FP8MoE) -> None:

@@ -24,8 +24,8 @@ class FP8MoE:
 
     token_group_alignment: int = 16
     """
-    Each expert's tokens are padded to a multiple of this, 16 or 32. Results do not depend on it; FP8 grouped GEMMs
-    are fed without a further copy from 16 on.
+    Each expert's tokens are padded to a multiple of this: 16 or 32, or 1 for no padding at all, which without expert
+    parallelism also saves the copies that padding takes. Results are the same but for the order of sums.
     """
 
     round_scales_to_power_of_2: bool = True

@@ -61,7 +61,7 @@ class Float8GroupedExperts(GroupedExperts):
 
     Attributes:
         run_experts: see `build_run_experts`.
-        token_group_alignment: multiple that each expert's tokens are padded to.
+        token_group_alignment: multiple that each expert's tokens are padded to; with 1 they are used as they come.
     """
 
     run_experts: RunExperts
@@ -84,6 +84,6 @@ class Float8GroupedExperts(GroupedExperts):
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
         padded_by_dispatcher = isinstance(self.w1, DTensor) and "ep" in self.w1.device_mesh.mesh_dim_names
         run_experts = self.run_experts
-        if not padded_by_dispatcher:
+        if not padded_by_dispatcher and self.token_group_alignment > 1:
             run_experts = moe_utils.indices_padding_wrapper(run_experts)
         return run_experts(*weights, x, num_tokens_per_expert)
