@@ -19,12 +19,12 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def leading_dim(size: int) -> int:
-    """Leading dimension of a transposed operand with ``size`` tokens: the first multiple of 16 above ``size``.
+    """Leading dimension of a transposed operand with ``size`` tokens: the first multiple of 128 above ``size``.
 
-    Never equal to it: a tensor that is contiguous for some token counts alone would make ``torch.compile`` guard on
-    the count, and compile again.
+    TMA asks for multiples of 16 and reads whole lines of 128 bytes fastest. Never equal to ``size``: a tensor that is
+    contiguous for some token counts alone would make ``torch.compile`` guard on the count, and compile again.
     """
-    return size // ALIGNMENT * ALIGNMENT + ALIGNMENT
+    return size // 128 * 128 + 128
 
 
 def scale_from_amax(amax: torch.Tensor, round_scales_to_power_of_2: bool = True) -> torch.Tensor:
