@@ -1,14 +1,14 @@
 import pytest
 import torch
 
-from titan_fp8moe.float8 import has_fp8_tensor_cores
+from titan_fp8moe.float8 import is_hopper
 
 
 def _missing_for_gpu_tests() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA device"
     device = torch.device("cuda", torch.cuda.current_device())
-    if not has_fp8_tensor_cores(device):
+    if not is_hopper(device):
         return "{} has compute capability {}.{}, 9.0 is needed".format(
             torch.cuda.get_device_name(device), *torch.cuda.get_device_capability(device)
         )

@@ -106,6 +106,17 @@ def test_both_forms_of_one_tensor(sizes, pow2, dtype, device):
     assert not bits(q_col)[total:].any()
 
 
+def test_a_value_rounded_up_in_its_row_saturates_in_its_column(device):
+    # 1.5 steps of the subnormal range in a row with an outlier: rounding up takes it past the largest value of a column
+    # that was scaled for what it had been.
+    x = torch.zeros(16, 16, device=device)
+    x[0, 0] = 448.0
+    x[0, 1] = 1.5 * 2.0**-9 * 1.16
+    _, _, q_col, scale_col = ops.quantize_rowwise_and_colwise_per_group(x, end_offsets([16], device))
+    exact = 2.0 * 2.0**-9 / scale_col[0, 1].item()
+    assert exact > FP8_MAX and q_col[0, 1].float().item() == FP8_MAX
+
+
 @POW2
 @SIZES
 def test_requantize_colwise_per_group(sizes, pow2, device):
@@ -174,8 +185,8 @@ def test_non_finite_input_stays_visible(bad, device):
     q, scale = ops.quantize_colwise_per_group(x, offs)
     visible = (q.float() * scale.repeat_interleave(20, 0)).isfinite().logical_not()
     assert visible[:20, 9].all() and visible.sum() == 20
-    q, scale = ops.quantize_weight_colwise(x[None])
-    assert (q.float() * scale[:, None]).isfinite().logical_not().sum() == 40
+    q, scale = ops.quantize_weight_colwise(x[None, :32])
+    assert (q.float() * scale[:, None]).isfinite().logical_not().sum() == 32
     out = ops.scaled_grouped_mm(
         *_operands(ops.quantize_rowwise(x), ops.quantize_weight_colwise(normal(2, 48, 32, device=device))),
         offs,
@@ -205,7 +216,7 @@ def test_any_strides(layout, device):
     assert_same(
         ops.quantize_rowwise_and_colwise_per_group(x, offs), ops.quantize_rowwise_and_colwise_per_group(copy, offs)
     )
-    assert_same(ops.quantize_weight_rowwise(x[None]), ops.quantize_weight_rowwise(copy[None]))
+    assert_same(ops.quantize_weight_rowwise(x[None, :80]), ops.quantize_weight_rowwise(copy[None, :80]))
 
 
 # ---- SwiGLU ----------------------------------------------------------------------------------------------------------
@@ -410,11 +421,25 @@ def test_scaled_grouped_mm_refuses(change, error, message, device):
         ops.scaled_grouped_mm(**(args | change(args)))
 
 
-def test_scaled_grouped_mm_refuses_dimensions_not_divisible_by_16(device):
-    a, scale_a = ops.quantize_rowwise(normal(32, 24, device=device))
-    b_t, scale_b = ops.quantize_weight_colwise(normal(2, 24, 64, device=device))
+def test_refuses_dimensions_not_divisible_by_16(device):
+    offs, odd = end_offsets([16, 16], device), normal(32, 24, device=device)
+    calls = [
+        (ops.quantize_rowwise, (odd,), "K"),
+        (ops.quantize_colwise_per_group, (odd, offs), "K"),
+        (ops.quantize_rowwise_per_group, (odd.t(), offs), "K"),
+        (ops.quantize_rowwise_and_colwise_per_group, (odd, offs), "K"),
+        (ops.quantize_weight_colwise, (odd[None],), "N"),
+        (ops.quantize_weight_rowwise, (odd.t()[None],), "K"),
+        (ops.quantize_joint_weight, (odd[None], odd[None]), "N"),
+        (ops.swiglu_quantize_rowwise, (normal(32, 48, device=device),), "H"),
+    ]
+    for op, args, name in calls:
+        with pytest.raises(ValueError, match=f"{name} must be divisible by 16 for FP8 GEMMs, got 24"):
+            op(*args)
+    a, scale_a = reference.quantize_rowwise(odd)
+    b_t, scale_b = reference.quantize_weight_colwise(normal(2, 24, 64, device=device))
     with pytest.raises(ValueError, match="K must be divisible by 16 for FP8 GEMMs, got 24"):
-        ops.scaled_grouped_mm(a, b_t, scale_a, scale_b, end_offsets([16, 16], device), torch.bfloat16)
+        ops.scaled_grouped_mm(a, b_t, scale_a, scale_b, offs, torch.bfloat16)
 
 
 def test_quantize_refuses(device):

@@ -20,7 +20,7 @@ from torchtitan.tools.utils import set_default_dtype
 
 import titan_fp8moe
 from titan_fp8moe import converter, ops
-from titan_fp8moe.float8 import has_fp8_tensor_cores
+from titan_fp8moe.float8 import is_hopper
 
 MIN_SQNR_DB = 22.0
 """Below this a whole experts op is wrong: exact arithmetic on e4m3 operands gives 23.6 dB on normal data."""
@@ -43,7 +43,7 @@ def _implementations(device: torch.device) -> dict[str, str]:
         reason = "no CUDA device"
     else:
         reason = "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
-    others = "triton" if has_fp8_tensor_cores(device) else "reference"
+    others = "triton" if is_hopper(device) else "reference"
     implementations = {}
     for name in ops.__all__:
         if isinstance(getattr(ops, name), torch.library.CustomOpDef):
@@ -64,7 +64,7 @@ def _sqnr_db(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _live_check(device: torch.device) -> dict[str, float]:
     """SQNR in dB against float32 of the experts' output and gradients, on groups of odd sizes and an empty one."""
-    backend = "auto" if device.type == "cpu" or has_fp8_tensor_cores(device) else "reference"
+    backend = "auto" if device.type == "cpu" or is_hopper(device) else "reference"
     dim, hidden_dim = 256, 384
     sizes = torch.tensor([100, 0, 1, 155])
     offs = torch.cumsum(sizes, 0, dtype=torch.int32).to(device)
@@ -116,7 +116,7 @@ def doctor(as_json: bool) -> int:
     if device.type == "cuda":
         report["device"]["name"] = torch.cuda.get_device_name(device)
         report["device"]["capability"] = "{}.{}".format(*torch.cuda.get_device_capability(device))
-        if not has_fp8_tensor_cores(device):
+        if not is_hopper(device):
             problems.append(
                 "this GPU has no FP8 grouped GEMM (compute capability 9.0 is needed); set fp8moe.emulate = true to "
                 "run the slow reference"

@@ -52,6 +52,6 @@ def scale_from_amax(amax: torch.Tensor, round_scales_to_power_of_2: bool = True)
     return torch.where(amax.isfinite(), scale, torch.nan)
 
 
-def has_fp8_tensor_cores(device: torch.device) -> bool:
-    """True for a CUDA device of compute capability 9.0 or above: FP8 conversion, wgmma and TMA."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+def is_hopper(device: torch.device) -> bool:
+    """True for a CUDA device of compute capability 9.0, whose tensor cores and copy engine the kernels are made for."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

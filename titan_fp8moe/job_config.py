@@ -39,8 +39,8 @@ class FP8MoE:
 
     gemm_backend: Literal["auto", "triton", "torch"] = "auto"
     """
-    Which FP8 grouped GEMM runs: "triton" is this package's, "torch" is torch._scaled_grouped_mm (compute capability
-    9.0 only, and it copies its operands to pad them), "auto" the faster for the GPU.
+    Which FP8 grouped GEMM runs: "triton" is this package's, "torch" is torch._scaled_grouped_mm, which copies its
+    operands to pad them, "auto" the faster.
     """
 
     emulate: bool = False

@@ -7,7 +7,7 @@ to no group. A scale multiplies: ``x ≈ q.float() * scale``.
 
 import torch
 
-from titan_fp8moe.float8 import FP8_DTYPE, leading_dim, scale_from_amax
+from titan_fp8moe.float8 import FP8_DTYPE, FP8_MAX, leading_dim, scale_from_amax
 
 
 def _divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,9 @@ def rescale_colwise_per_group(
     # Where the ratio of two scales passes 2**30, q is zero (its column's amax is at least its own magnitude): the
     # bound only keeps 0 * inf away.
     ratio = (scale[:, None] / scale_col).clamp_max(2.0**30)
-    rescaled = torch.where(ratio.isnan(), torch.nan, q.float() * ratio).to(FP8_DTYPE)
+    # What was rounded up below the normal range of its row may pass 448 under its column's scale.
+    rescaled = (q.float() * ratio).clamp(-FP8_MAX, FP8_MAX)
+    rescaled = torch.where(ratio.isnan(), torch.nan, rescaled).to(FP8_DTYPE)
     return column_major(_zero_past_last_group(rescaled, offs))
 
 
@@ -174,7 +176,9 @@ def scaled_grouped_mm(
 
 def _swiglu_parts(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     gate, up = gate_up.float().chunk(2, 1)
-    sigmoid = 1 / (1 + torch.exp(-gate))
+    # Near the smallest normal number the sigmoid counts as zero: the kernels then need no general division.
+    reciprocal = 1 + torch.exp(-gate)
+    sigmoid = torch.where(reciprocal < 2.0**125, 1 / reciprocal, 0.0)
     return gate, up, sigmoid, gate * sigmoid
 
 

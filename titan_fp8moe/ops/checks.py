@@ -15,6 +15,16 @@ def check_input(name: str, x: Tensor, dim: int) -> None:
         raise TypeError(f"{name} must be bfloat16 or float32, got {x.dtype}; cast it first")
 
 
+def check_activation(name: str, x: Tensor) -> None:
+    check_input(name, x, 2)
+    check_multiple_of_16(K=x.shape[1])
+
+
+def check_weight(name: str, w_t: Tensor) -> None:
+    check_input(name, w_t, 3)
+    check_multiple_of_16(K=w_t.shape[1], N=w_t.shape[2])
+
+
 def check_fp8(name: str, q: Tensor, dim: int) -> None:
     if q.dim() != dim:
         raise ValueError(f"{name} must have {dim} dimensions, got shape {tuple(q.shape)}")

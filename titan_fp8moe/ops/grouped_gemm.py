@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import reference
-from titan_fp8moe.float8 import ALIGNMENT
+from titan_fp8moe.float8 import ALIGNMENT, is_hopper
 from titan_fp8moe.kernels import grouped_gemm as kernels
 from titan_fp8moe.ops import torch_grouped_mm
 from titan_fp8moe.ops.checks import (
@@ -28,18 +28,18 @@ def resolve_gemm_backend(backend: str, device: torch.device) -> str:
 
     Raises:
         ValueError: an unknown name.
-        RuntimeError: the GPU cannot run it, and the reference was not asked for.
+        RuntimeError: the GPU has no FP8 grouped GEMM, and the reference was not asked for.
     """
     if backend not in GEMM_BACKENDS:
         raise ValueError(f"gemm_backend must be one of {GEMM_BACKENDS}, got {backend!r}")
     if backend == "reference" or device.type != "cuda":
         return "reference"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (9, 0) or (backend == "torch" and capability != (9, 0)):
-        needed = "9.0" if backend == "torch" else "9.0 or above"
+    if not is_hopper(device):
         raise RuntimeError(
-            f"FP8 grouped GEMMs with gemm_backend={backend!r} need compute capability {needed}, {device} has "
-            '{}.{}; use gemm_backend="reference" (slow), or emulate = true in [fp8moe]'.format(*capability)
+            "FP8 grouped GEMMs need compute capability 9.0 (Hopper), {} has {}.{}; use "
+            'gemm_backend="reference" (slow), or emulate = true in [fp8moe]'.format(
+                device, *torch.cuda.get_device_capability(device)
+            )
         )
     return "torch" if backend == "torch" else "triton"
 

@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import reference
-from titan_fp8moe.float8 import has_fp8_tensor_cores
+from titan_fp8moe.float8 import is_hopper
 from titan_fp8moe.kernels import quantize_per_group as kernels
 from titan_fp8moe.kernels import quantize_rowwise as rowwise_kernels
 from titan_fp8moe.ops.checks import (
+    check_activation,
     check_fp8,
-    check_input,
+    check_multiple_of_16,
     check_offs,
     check_scale,
     empty_column_major,
@@ -30,8 +31,8 @@ def quantize_rowwise(x: Tensor, round_scales_to_power_of_2: bool = True) -> tupl
     Returns:
         q ``(M, K)`` e4m3 row-major and scale ``(M,)``.
     """
-    check_input("x", x, 2)
-    if x.numel() == 0 or not has_fp8_tensor_cores(x.device):
+    check_activation("x", x)
+    if x.numel() == 0 or not is_hopper(x.device):
         return reference.quantize_rowwise(x, round_scales_to_power_of_2)
     q, scale = empty_fp8(x, *x.shape), empty_scale(x, x.shape[0])
     with torch.cuda.device(x.device):
@@ -41,12 +42,12 @@ def quantize_rowwise(x: Tensor, round_scales_to_power_of_2: bool = True) -> tupl
 
 @quantize_rowwise.register_fake
 def _(x: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
-    check_input("x", x, 2)
+    check_activation("x", x)
     return empty_fp8(x, *x.shape), empty_scale(x, x.shape[0])
 
 
 def _quantize_colwise_per_group(x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool) -> tuple[Tensor, Tensor]:
-    if x.numel() == 0 or offs.numel() == 0 or not has_fp8_tensor_cores(x.device):
+    if x.numel() == 0 or offs.numel() == 0 or not is_hopper(x.device):
         return reference.quantize_colwise_per_group(x, offs, round_scales_to_power_of_2)
     (m, k), num_groups = x.shape, offs.shape[0]
     q, scale = empty_column_major(x, m, k), empty_scale(x, num_groups, k)
@@ -70,14 +71,14 @@ def quantize_colwise_per_group(
         q ``(M, K)`` e4m3 column-major (see `leading_dim`), zeros past ``offs[-1]``, and scale
         ``(E, K)``.
     """
-    check_input("x", x, 2)
+    check_activation("x", x)
     check_offs(offs, x)
     return _quantize_colwise_per_group(x, offs, round_scales_to_power_of_2)
 
 
 @quantize_colwise_per_group.register_fake
 def _(x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
-    check_input("x", x, 2)
+    check_activation("x", x)
     check_offs(offs, x)
     m, k = x.shape
     return empty_column_major(x, m, k), empty_scale(x, offs.shape[0], k)
@@ -97,7 +98,7 @@ def quantize_rowwise_per_group(
     Returns:
         q ``(N, M)`` e4m3 row-major (rows `leading_dim` apart), zeros past ``offs[-1]``, and scale ``(E, N)``.
     """
-    check_input("x_t", x_t, 2)
+    check_activation("x_t", x_t.t())
     check_offs(offs, x_t)
     q, scale = _quantize_colwise_per_group(x_t.t(), offs, round_scales_to_power_of_2)
     return q.t(), scale
@@ -105,7 +106,7 @@ def quantize_rowwise_per_group(
 
 @quantize_rowwise_per_group.register_fake
 def _(x_t: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
-    check_input("x_t", x_t, 2)
+    check_activation("x_t", x_t.t())
     check_offs(offs, x_t)
     n, m = x_t.shape
     return empty_column_major(x_t, m, n).t(), empty_scale(x_t, offs.shape[0], n)
@@ -128,9 +129,9 @@ def quantize_rowwise_and_colwise_per_group(
     Returns:
         q and scale of `quantize_rowwise`, then q and scale in the layout of `quantize_colwise_per_group`.
     """
-    check_input("x", x, 2)
+    check_activation("x", x)
     check_offs(offs, x)
-    if x.numel() == 0 or offs.numel() == 0 or not has_fp8_tensor_cores(x.device):
+    if x.numel() == 0 or offs.numel() == 0 or not is_hopper(x.device):
         return reference.quantize_rowwise_and_colwise_per_group(x, offs, round_scales_to_power_of_2)
     (m, k), num_groups = x.shape, offs.shape[0]
     q, scale = empty_fp8(x, m, k), empty_scale(x, m)
@@ -144,7 +145,7 @@ def quantize_rowwise_and_colwise_per_group(
 
 @quantize_rowwise_and_colwise_per_group.register_fake
 def _(x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_input("x", x, 2)
+    check_activation("x", x)
     check_offs(offs, x)
     m, k = x.shape
     return (
@@ -157,6 +158,7 @@ def _(x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tuple
 
 def _check_requantize(q: Tensor, scale: Tensor, offs: Tensor) -> None:
     check_fp8("q", q, 2)
+    check_multiple_of_16(K=q.shape[1])
     check_offs(offs, q)
     check_scale("scale", scale, (q.shape[0],), q)
 
@@ -180,7 +182,7 @@ def requantize_colwise_per_group(
         q and scale in the layout of `quantize_colwise_per_group`.
     """
     _check_requantize(q, scale, offs)
-    if q.numel() == 0 or offs.numel() == 0 or not has_fp8_tensor_cores(q.device):
+    if q.numel() == 0 or offs.numel() == 0 or not is_hopper(q.device):
         return reference.requantize_colwise_per_group(q, scale, offs, round_scales_to_power_of_2)
     (m, k), num_groups = q.shape, offs.shape[0]
     q_col, scale_col = empty_column_major(q, m, k), empty_scale(q, num_groups, k)

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import reference
-from titan_fp8moe.float8 import has_fp8_tensor_cores
+from titan_fp8moe.float8 import is_hopper
 from titan_fp8moe.kernels import quantize_weight as kernels
-from titan_fp8moe.ops.checks import check_input, empty_fp8, empty_scale, zero_amax
+from titan_fp8moe.ops.checks import check_weight, empty_fp8, empty_scale, zero_amax
 
 Pair = tuple[Tensor, Tensor]
 
@@ -24,7 +24,7 @@ def _empty_rowwise(w_t: Tensor, n: int) -> Pair:
 def _run(weights: tuple[Tensor, ...], colwise: bool, rowwise: bool, pow2: bool) -> tuple[Tensor, ...]:
     """Outputs for the weights side by side along N: q and scale colwise, then rowwise, those asked for."""
     w_t = weights[0]
-    if w_t.numel() == 0 or not has_fp8_tensor_cores(w_t.device):
+    if w_t.numel() == 0 or not is_hopper(w_t.device):
         joint = torch.cat(weights, 2) if len(weights) > 1 else w_t
         out = reference.quantize_weight_colwise(joint, pow2) if colwise else ()
         return out + (reference.quantize_weight_rowwise(joint, pow2) if rowwise else ())
@@ -43,8 +43,8 @@ def _run(weights: tuple[Tensor, ...], colwise: bool, rowwise: bool, pow2: bool) 
 
 
 def _check_joint(w1_t: Tensor, w3_t: Tensor) -> None:
-    check_input("w1_t", w1_t, 3)
-    check_input("w3_t", w3_t, 3)
+    check_weight("w1_t", w1_t)
+    check_weight("w3_t", w3_t)
     if w1_t.shape != w3_t.shape or w1_t.dtype != w3_t.dtype or w1_t.device != w3_t.device:
         raise ValueError(
             f"w1_t and w3_t must have one shape, dtype and device, got {tuple(w1_t.shape)} {w1_t.dtype} on "
@@ -63,13 +63,13 @@ def quantize_weight_colwise(w_t: Tensor, round_scales_to_power_of_2: bool = True
     Returns:
         q ``(E, K, N)`` e4m3, K contiguous, and scale ``(E, N)``.
     """
-    check_input("w_t", w_t, 3)
+    check_weight("w_t", w_t)
     return _run((w_t,), True, False, round_scales_to_power_of_2)
 
 
 @quantize_weight_colwise.register_fake
 def _(w_t: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
-    check_input("w_t", w_t, 3)
+    check_weight("w_t", w_t)
     return _empty_colwise(w_t, w_t.shape[2])
 
 
@@ -84,26 +84,26 @@ def quantize_weight_rowwise(w_t: Tensor, round_scales_to_power_of_2: bool = True
     Returns:
         q ``(E, N, K)`` e4m3, N contiguous, and scale ``(E, K)``.
     """
-    check_input("w_t", w_t, 3)
+    check_weight("w_t", w_t)
     return _run((w_t,), False, True, round_scales_to_power_of_2)
 
 
 @quantize_weight_rowwise.register_fake
 def _(w_t: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
-    check_input("w_t", w_t, 3)
+    check_weight("w_t", w_t)
     return _empty_rowwise(w_t, w_t.shape[2])
 
 
 @torch.library.custom_op("titan_fp8moe::quantize_weight", mutates_args=())
 def quantize_weight(w_t: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_weight_colwise` and `quantize_weight_rowwise` from one read of ``w_t``: q and scale of each."""
-    check_input("w_t", w_t, 3)
+    check_weight("w_t", w_t)
     return _run((w_t,), True, True, round_scales_to_power_of_2)
 
 
 @quantize_weight.register_fake
 def _(w_t: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_input("w_t", w_t, 3)
+    check_weight("w_t", w_t)
     return *_empty_colwise(w_t, w_t.shape[2]), *_empty_rowwise(w_t, w_t.shape[2])
 
 

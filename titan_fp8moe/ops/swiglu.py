@@ -4,13 +4,14 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import reference
-from titan_fp8moe.float8 import has_fp8_tensor_cores
+from titan_fp8moe.float8 import is_hopper
 from titan_fp8moe.kernels import swiglu as kernels
-from titan_fp8moe.ops.checks import check_input, empty_fp8, empty_scale
+from titan_fp8moe.ops.checks import check_input, check_multiple_of_16, empty_fp8, empty_scale
 
 
 def _check_gate_up(gate_up: Tensor) -> None:
     check_input("gate_up", gate_up, 2)
+    check_multiple_of_16(H=gate_up.shape[1] // 2)
     if gate_up.shape[1] % 2 or (gate_up.stride(1) != 1 and gate_up.numel() > 0):
         raise ValueError(
             f"gate_up must be (M, 2H), row-major, got shape {tuple(gate_up.shape)} with strides {gate_up.stride()}"
@@ -29,7 +30,7 @@ def swiglu_quantize_rowwise(gate_up: Tensor, round_scales_to_power_of_2: bool = 
         q ``(M, H)`` e4m3 row-major and scale ``(M,)``.
     """
     _check_gate_up(gate_up)
-    if gate_up.numel() == 0 or not has_fp8_tensor_cores(gate_up.device):
+    if gate_up.numel() == 0 or not is_hopper(gate_up.device):
         return reference.swiglu_quantize_rowwise(gate_up, round_scales_to_power_of_2)
     m, h = gate_up.shape[0], gate_up.shape[1] // 2
     q, scale = empty_fp8(gate_up, m, h), empty_scale(gate_up, m)
@@ -73,7 +74,7 @@ def swiglu_backward_quantize_rowwise(
         q ``(M, 2H)`` e4m3 of ``[d_gate | d_up]`` and its scale ``(M,)``, then q ``(M, H)`` of h and its scale ``(M,)``.
     """
     _check_swiglu_backward(grad_h, gate_up)
-    if gate_up.numel() == 0 or not has_fp8_tensor_cores(gate_up.device):
+    if gate_up.numel() == 0 or not is_hopper(gate_up.device):
         return reference.swiglu_backward_quantize_rowwise(grad_h, gate_up, round_scales_to_power_of_2)
     m, h = grad_h.shape
     q, scale = empty_fp8(gate_up, m, 2 * h), empty_scale(gate_up, m)

@@ -1,0 +1,258 @@
+"""Grouped GEMM kernels: on the GPU against float32 and torch's kernels; anywhere, that they compile for SM90.
+
+Gluon has no interpreter, so a machine without a GPU can do no more.
+"""
+
+import numerics
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from titan_fp8moe import reference
+from titan_fp8moe.float8 import FP8_DTYPE, round_up
+from titan_fp8moe.kernels import grouped_gemm, ragged_descriptors
+
+SIZES = {
+    **numerics.GROUP_SIZES,
+    "within one chunk": [3, 4, 2, 5],
+    "tiles and one more": [128, 129, 127, 256],
+    "many groups": [(7 * i) % 23 for i in range(200)],
+}
+DTYPES = (torch.bfloat16, torch.float32)
+# Of the sums, which e4m3 operands have no part in: the tensor cores' own accumulation, and bf16's rounding.
+MIN_DB = {True: 40, False: 45}
+
+gpu = pytest.mark.gpu
+
+
+@pytest.fixture(params=SIZES)
+def sizes(request):
+    return SIZES[request.param]
+
+
+def guarded(*shape, dtype):
+    """An output full of NaN, and its buffer, whose first and last 1024 elements must stay NaN."""
+    numel = torch.Size(shape).numel()
+    buffer = torch.full((1024 + numel + 1024,), torch.nan, dtype=dtype, device="cuda")
+    return buffer[1024:-1024].view(shape), buffer
+
+
+def assert_guarded(buffer):
+    assert buffer[:1024].isnan().all() and buffer[-1024:].isnan().all()
+
+
+def operands_2d_3d(sizes, k, n, slack=0, seed=0):
+    """Quantised operands; rows and scales past the last group are NaN."""
+    x = numerics.tokens(sizes, k, slack, seed=seed, device="cuda", dtype=torch.bfloat16)
+    a, scale_a = reference.quantize_rowwise(x)
+    w_t = numerics.normal(len(sizes), k, n, seed=seed + 1, device="cuda", dtype=torch.bfloat16)
+    b_t, scale_b = reference.quantize_weight_colwise(w_t)
+    return a, b_t, scale_a, scale_b, numerics.end_offsets(sizes, "cuda")
+
+
+def operands_2d_2d(sizes, n, k, slack=0, seed=0, dtype=FP8_DTYPE):
+    """Operands whose tokens past the last group, and whose padding, are NaN."""
+    offs = numerics.end_offsets(sizes, "cuda")
+    num_tokens = sum(sizes) + slack
+    operands = []
+    for i, dim in enumerate((n, k)):
+        x = numerics.tokens(sizes, dim, slack, seed=seed + i, device="cuda", dtype=torch.bfloat16)
+        q, scale = reference.quantize_colwise_per_group(x, offs) if dtype == FP8_DTYPE else (x, None)
+        buffer = torch.full((dim, round_up(num_tokens, 16)), torch.nan, device="cuda").to(dtype)
+        buffer[:, : sum(sizes)] = q.t()[:, : sum(sizes)]
+        operands.append((buffer[:, :num_tokens], scale))
+    (a, scale_a), (b, scale_b) = operands
+    return a, b.t(), scale_a, scale_b, offs
+
+
+def run_2d_3d(a, b_t, scale_a, scale_b, offs, dtype=torch.bfloat16, fast_accum=True):
+    out, buffer = guarded(a.shape[0], b_t.shape[2], dtype=dtype)
+    grouped_gemm.grouped_gemm_2d_3d(a, b_t, scale_a, scale_b, offs, out, fast_accum)
+    assert_guarded(buffer)
+    return out
+
+
+def run_2d_2d(a, b_t, scale_a, scale_b, offs, dtype=torch.bfloat16, fast_accum=True):
+    out, buffer = guarded(offs.shape[0], a.shape[0], b_t.shape[1], dtype=dtype)
+    grouped_gemm.grouped_gemm_2d_2d(a, b_t, scale_a, scale_b, offs, out, fast_accum)
+    assert_guarded(buffer)
+    return out
+
+
+@gpu
+@pytest.mark.parametrize("fast_accum", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("k", "n"), [(48, 272), (2880, 48), (272, 1040)])
+def test_2d_3d_is_close_to_float32(sizes, k, n, dtype, fast_accum):
+    operands = operands_2d_3d(sizes, k, n, slack=37)
+    out = run_2d_3d(*operands, dtype, fast_accum)
+    expected = reference.scaled_grouped_mm(*operands, torch.float32)
+    assert (out[sum(sizes) :] == 0).all()
+    numerics.assert_close_to_float32(out, expected, MIN_DB[fast_accum], "out")
+
+
+@gpu
+@pytest.mark.parametrize("fast_accum", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(48, 272), (528, 80), (272, 1040)])
+def test_2d_2d_is_close_to_float32(sizes, n, k, dtype, fast_accum):
+    operands = operands_2d_2d(sizes, n, k, slack=37)
+    out = run_2d_2d(*operands, dtype, fast_accum)
+    expected = reference.scaled_grouped_mm(*operands, torch.float32)
+    numerics.assert_close_to_float32(out, expected, MIN_DB[fast_accum], "out")
+
+
+@gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_2d_2d_in_bf16_is_close_to_float32(sizes, dtype):
+    a, b_t, _, _, offs = operands_2d_2d(sizes, 272, 528, slack=37, dtype=torch.bfloat16)
+    out = run_2d_2d(a, b_t, None, None, offs, dtype)
+    numerics.assert_close_to_float32(out, reference.grouped_mm(a, b_t, offs, torch.float32), 45, "out")
+
+
+@gpu
+@pytest.mark.parametrize("fast_accum", [True, False])
+@pytest.mark.parametrize("group_sizes", [[128, 256, 64, 64], [16, 0, 400, 48, 32, 16]])
+def test_same_bits_as_torch(group_sizes, fast_accum):
+    kwargs = {"out_dtype": torch.bfloat16, "use_fast_accum": fast_accum}
+    a, b_t, scale_a, scale_b, offs = operands_2d_3d(group_sizes, 2880, 1040)
+    expected = torch._scaled_grouped_mm(a, b_t, scale_a, scale_b, offs=offs, **kwargs)
+    assert torch.equal(run_2d_3d(a, b_t, scale_a, scale_b, offs, fast_accum=fast_accum), expected)
+    a, b_t, scale_a, scale_b, offs = operands_2d_2d(group_sizes, 528, 1040)
+    expected = torch._scaled_grouped_mm(a, b_t, scale_a.view(-1), scale_b.view(-1), offs=offs, **kwargs)
+    assert torch.equal(run_2d_2d(a, b_t, scale_a, scale_b, offs, fast_accum=fast_accum), expected)
+
+
+@gpu
+def test_weights_in_a_joint_buffer():
+    a, b_t, scale_a, scale_b, offs = operands_2d_3d([100, 30, 70], 272, 528)
+    joint = torch.full((3, 2, 528, 272), torch.nan, device="cuda").to(FP8_DTYPE)
+    joint[:, 1] = b_t.transpose(1, 2)
+    assert torch.equal(
+        run_2d_3d(a, joint[:, 1].transpose(1, 2), scale_a, scale_b, offs), run_2d_3d(a, b_t, scale_a, scale_b, offs)
+    )
+
+
+@gpu
+def test_operands_with_wide_rows():
+    a, b_t, scale_a, scale_b, offs = operands_2d_3d([100, 30, 70], 272, 528)
+    wide_a, wide_b = (
+        torch.cat((x, torch.full_like(x[..., :32].float(), torch.nan).to(FP8_DTYPE)), -1)[..., :272]
+        for x in (a, b_t.transpose(1, 2))
+    )
+    expected = run_2d_3d(a, b_t, scale_a, scale_b, offs)
+    assert torch.equal(run_2d_3d(wide_a, wide_b.transpose(1, 2), scale_a, scale_b, offs), expected)
+
+
+@gpu
+def test_a_row_has_the_same_bits_in_any_group_layout():
+    a, b_t, scale_a, scale_b, offs = operands_2d_3d([400], 2880, 528)
+    b_t, scale_b = b_t.expand(4, -1, -1), scale_b.repeat(4, 1)
+    b_t = b_t.transpose(1, 2).contiguous().transpose(1, 2)
+    expected = run_2d_3d(a, b_t[:1], scale_a, scale_b[:1], offs)
+    for group_sizes in ([400, 0, 0, 0], [1, 127, 3, 269], [130, 0, 129, 141]):
+        offs = numerics.end_offsets(group_sizes, "cuda")
+        assert torch.equal(run_2d_3d(a, b_t, scale_a, scale_b, offs), expected), group_sizes
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [FP8_DTYPE, torch.bfloat16])
+def test_a_nan_stays_in_its_group(dtype):
+    group_sizes = [37, 90, 5, 61, 16, 3]
+    for poisoned in range(len(group_sizes)):
+        a, b_t, scale_a, scale_b, offs = operands_2d_2d(group_sizes, 272, 528, dtype=dtype)
+        start = sum(group_sizes[:poisoned])
+        for operand in (a, b_t.t()):
+            operand[:, start : start + group_sizes[poisoned]] = torch.tensor(torch.nan).to(dtype)
+        nan = run_2d_2d(a, b_t, scale_a, scale_b, offs).isnan()
+        assert nan[poisoned].all() and nan.sum() == nan[poisoned].numel()
+
+
+@gpu
+def test_two_runs_give_the_same_bits(sizes):
+    operands = operands_2d_3d(sizes, 272, 528, slack=5)
+    assert torch.equal(run_2d_3d(*operands), run_2d_3d(*operands))
+    operands = operands_2d_2d(sizes, 272, 528, slack=5)
+    assert torch.equal(run_2d_2d(*operands), run_2d_2d(*operands))
+
+
+@gpu
+@pytest.mark.parametrize("ends", [[-5, 300, 100, 2000], [500, 400, 300, 200], [2**31 - 1] * 4, [-(2**31)] * 4])
+def test_bad_offsets_touch_nothing_else(ends):
+    a, b_t, scale_a, scale_b, _ = operands_2d_3d([40, 50, 60, 53], 272, 528)
+    offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    assert not run_2d_3d(a, b_t, scale_a, scale_b, offs).isnan().any()
+    a, b_t, scale_a, scale_b, _ = operands_2d_2d([40, 50, 60, 53], 272, 528)
+    assert not run_2d_2d(a, b_t, scale_a, scale_b, offs).isnan().any()
+
+
+@gpu
+def test_one_compiled_kernel_for_any_number_of_tokens():
+    (cache, *_) = grouped_gemm._grouped_gemm_kernel.device_caches[torch.cuda.current_device()]
+    for run, make in ((run_2d_3d, operands_2d_3d), (run_2d_2d, operands_2d_2d)):
+        run(*make([40, 50], 272, 528))
+        compiled = len(cache)
+        for group_sizes in ([1], [16], [16, 16, 16], [1, 2, 3, 1000], [0, 7]):
+            run(*make(group_sizes, 272, 528))
+        assert len(cache) == compiled
+
+
+@gpu
+@pytest.mark.slow
+def test_more_than_2_to_the_31_weight_elements():
+    k, n = 16384, 65536
+    a, b_t, scale_a, scale_b, offs = operands_2d_3d([10, 20, 30], 256, 64)
+    weights = torch.zeros(3, n, k, dtype=FP8_DTYPE, device="cuda").transpose(1, 2)
+    weights[2, -256:, -64:] = b_t[2]
+    wide = torch.zeros(60, k, dtype=FP8_DTYPE, device="cuda")
+    wide[:, -256:] = a
+    scales = torch.ones(3, n, device="cuda")
+    scales[:, -64:] = scale_b
+    out = run_2d_3d(wide, weights, scale_a, scales, offs)
+    assert torch.equal(out[30:, -64:], run_2d_3d(a, b_t, scale_a, scale_b, offs)[30:])
+    assert not out[:30].any()
+
+
+@pytest.mark.parametrize("fast_accum", [True, False])
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("is_wgrad", "dtype"), [(False, FP8_DTYPE), (True, FP8_DTYPE), (True, torch.bfloat16)], ids=str
+)
+def test_compiles_for_sm90(is_wgrad, dtype, out_dtype, fast_accum):
+    if dtype == torch.bfloat16 and not fast_accum:
+        pytest.skip("bf16 always sums up in float32")
+    names = {FP8_DTYPE: "fp8e4nv", torch.bfloat16: "bf16", torch.float32: "fp32"}
+    rows, cols = grouped_gemm._BLOCK_ROWS, grouped_gemm._BLOCK_COLS[fast_accum]
+    block_k = grouped_gemm._BLOCK_K_BYTES // dtype.itemsize
+
+    def descriptor(dtype, *block):
+        shape = ",".join(map(str, (1, 1, *block)))
+        return f"tensordesc<{names[dtype]}[{shape}],{ragged_descriptors.shared_layout(str(dtype), block)!r}>"
+
+    kernel = grouped_gemm._grouped_gemm_kernel
+    constants = {"STAGES": grouped_gemm._STAGES[out_dtype.itemsize], "IS_WGRAD": is_wgrad, "FAST_ACCUM": fast_accum}
+    if dtype == torch.bfloat16:
+        constants |= {"scale_a_ptr": None, "scale_b_ptr": None}
+    signature = dict.fromkeys(kernel.arg_names, "i32")
+    signature |= {
+        "a_desc": descriptor(dtype, rows, block_k),
+        "b_desc": descriptor(dtype, cols, block_k),
+        "out_desc": descriptor(out_dtype, rows // 2, cols // 4),
+        "a_ptr": f"*{names[dtype]}",
+        "b_ptr": f"*{names[dtype]}",
+        "scale_a_ptr": "*fp32",
+        "scale_b_ptr": "*fp32",
+        "offs_ptr": "*i32",
+    }
+    signature |= dict.fromkeys(constants, "constexpr")
+    divisible = ("num_rows", "num_cols", "K", "stride_a", "stride_b")
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name].startswith("*") or name in divisible
+    }
+    source = GluonASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert compiled.metadata.shared <= 227 * 1024

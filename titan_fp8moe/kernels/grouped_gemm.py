@@ -1,0 +1,392 @@
+"""Grouped GEMMs over token groups: 2d-3d (forward, dgrad) and 2d-2d (wgrad), FP8 with scales or bf16 without.
+
+One kernel for both, written in Gluon because Triton's own warp specialisation does not reach Hopper. It is persistent:
+one program per SM walks one list of all groups' tiles, so skewed groups balance, and reads the groups on the device.
+In a program one warp feeds a ring of blocks through the copy engine, and two warpgroups, each half of a tile's rows,
+multiply. They run free of each other, as far apart as the ring is deep, so that one stores while the other multiplies.
+
+Each output element is one chain of products in a fixed order, which no launch parameter changes: its bits depend on the
+operands alone.
+"""
+
+import functools
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from titan_fp8moe.kernels.group_tiles import first_group, load_edges, seek_tile, sum_range, tile_in_group, tile_rows_of
+from titan_fp8moe.kernels.ragged_descriptors import (
+    RAGGED_BYTES,
+    RAGGED_COLUMNS_OUTER,
+    RAGGED_ROWS,
+    descriptor,
+    ragged_columns,
+    ragged_rows,
+)
+
+# triton 3.8 renamed the copies, and 3.9 the reinterpretation.
+_async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+_reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
+
+
+@gluon.jit
+def _load_blocks(a_desc, b_desc, a_ring, b_ring, ready, free, offs_ptr, sizes, IS_WGRAD: gl.constexpr):
+    num_tokens, num_rows, num_cols, K, num_groups = sizes
+    STAGES: gl.constexpr = a_ring.shape[0]
+    BLOCK_ROWS: gl.constexpr = a_ring.shape[3]
+    BLOCK_COLS: gl.constexpr = b_ring.shape[3]
+    BLOCK_K: gl.constexpr = a_ring.shape[4]
+    ELEMENT_BYTES: gl.constexpr = a_ring.dtype.primitive_bitwidth // 8
+    CHUNK: gl.constexpr = 16 // ELEMENT_BYTES
+    tile_cols = gl.cdiv(num_cols, BLOCK_COLS)
+    tile = gl.program_id(0)
+    walk = first_group(offs_ptr, num_tokens, num_groups)
+    group, start, end, first_tile, found = seek_tile(tile, walk, offs_ptr, sizes, tile_cols, BLOCK_ROWS, IS_WGRAD)
+    block = 0
+    while found:
+        tile_rows = tile_rows_of(start, end, num_rows, BLOCK_ROWS, IS_WGRAD)
+        tile_row, tile_col = tile_in_group(tile - first_tile, tile_rows, tile_cols)
+        row = tile_row * BLOCK_ROWS
+        col = tile_col * BLOCK_COLS
+        k_start, k_end = sum_range(group, start, end, num_groups, K, CHUNK, IS_WGRAD)
+        for k in range(k_start, k_end, BLOCK_K):
+            stage = block % STAGES
+            # A fresh barrier counts as having completed the phase before its first.
+            mbarrier.wait(free.index(stage), (block // STAGES & 1) ^ 1)
+            barrier = ready.index(stage)
+            mbarrier.expect(barrier, (BLOCK_ROWS + BLOCK_COLS) * BLOCK_K * ELEMENT_BYTES)
+            if IS_WGRAD:
+                ragged_k = RAGGED_BYTES // ELEMENT_BYTES + k - k_end
+                outer = RAGGED_COLUMNS_OUTER
+                _async_load(a_desc, [outer, k_end // CHUNK, row, ragged_k], barrier, a_ring.index(stage))
+                _async_load(b_desc, [outer, k_end // CHUNK, col, ragged_k], barrier, b_ring.index(stage))
+            else:
+                # A last tile's rows of the next group cost nothing and are not stored.
+                _async_load(a_desc, [0, 0, start + row, k], barrier, a_ring.index(stage))
+                _async_load(b_desc, [0, group, col, k], barrier, b_ring.index(stage))
+            block += 1
+        tile += gl.num_programs(0)
+        walk = (group, start, end, first_tile)
+        group, start, end, first_tile, found = seek_tile(tile, walk, offs_ptr, sizes, tile_cols, BLOCK_ROWS, IS_WGRAD)
+
+
+@gluon.jit
+def _halves(x):
+    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
+
+
+@gluon.jit
+def _store_quarter(out_desc, buffer, outer, middle, row, col, x):
+    # Two buffers take turns: all stores but the last have left theirs.
+    tma.store_wait(pendings=1)
+    buffer.reshape([x.shape[0], x.shape[1]]).store(x)
+    fence_async_shared()
+    _async_store(out_desc, [outer, middle, row, col], buffer)
+
+
+@gluon.jit
+def _multiply_blocks(
+    a_ring,
+    b_ring,
+    out_buffers,
+    ready,
+    free,
+    out_desc,
+    a_ptr,
+    b_ptr,
+    stride_a,
+    stride_b,
+    scale_a_ptr,
+    scale_b_ptr,
+    offs_ptr,
+    sizes,
+    WARPGROUP: gl.constexpr,
+    IS_WGRAD: gl.constexpr,
+    FAST_ACCUM: gl.constexpr,
+):
+    num_tokens, num_rows, num_cols, K, num_groups = sizes
+    STAGES: gl.constexpr = a_ring.shape[0]
+    BLOCK_ROWS: gl.constexpr = a_ring.shape[3]
+    BLOCK_COLS: gl.constexpr = b_ring.shape[3]
+    BLOCK_K: gl.constexpr = a_ring.shape[4]
+    CHUNK: gl.constexpr = 128 // a_ring.dtype.primitive_bitwidth
+    ROWS: gl.constexpr = BLOCK_ROWS // 2
+    WIDTH: gl.constexpr = BLOCK_COLS // 4
+    # An instruction multiplies 32 bytes of each row, two chunks. An output buffer holds EDGE_ROWS such rows.
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_COLS, 2 * CHUNK])
+    edge_layout: gl.constexpr = gl.NVMMASharedLayout(32, a_ring.dtype.primitive_bitwidth, 2)
+    EDGE_ROWS: gl.constexpr = ROWS * WIDTH * out_desc.dtype.primitive_bitwidth // 256
+    buffer0 = out_buffers.index(2 * WARPGROUP)
+    buffer1 = out_buffers.index(2 * WARPGROUP + 1)
+    tile_cols = gl.cdiv(num_cols, BLOCK_COLS)
+    tile = gl.program_id(0)
+    walk = first_group(offs_ptr, num_tokens, num_groups)
+    group, start, end, first_tile, found = seek_tile(tile, walk, offs_ptr, sizes, tile_cols, BLOCK_ROWS, IS_WGRAD)
+    block = 0
+    while found:
+        tile_rows = tile_rows_of(start, end, num_rows, BLOCK_ROWS, IS_WGRAD)
+        tile_row, tile_col = tile_in_group(tile - first_tile, tile_rows, tile_cols)
+        row = tile_row * BLOCK_ROWS + WARPGROUP * ROWS
+        col = tile_col * BLOCK_COLS
+        if IS_WGRAD:
+            outer = 0
+            middle = group
+            out_row = row
+            in_group = start < end
+            row_end = num_rows
+            scale_a_row = row + group.to(gl.int64) * num_rows
+        else:
+            row += start
+            outer = RAGGED_ROWS
+            middle = end
+            out_row = RAGGED_ROWS + row - end
+            in_group = group < num_groups
+            row_end = end
+            scale_a_row = row
+        if scale_a_ptr is not None:
+            # Early, to be there when the sums are. None is read where there is nothing to scale: zeros stay zeros.
+            rows = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
+            cols = col + gl.arange(0, BLOCK_COLS, gl.SliceLayout(0, acc_layout))
+            scale_b_row = group.to(gl.int64) * num_cols
+            scale_a = gl.load(scale_a_ptr + scale_a_row + rows, mask=(row + rows < row_end) & in_group, other=0.0)
+            scale_b = gl.load(scale_b_ptr + scale_b_row + cols, mask=(cols < num_cols) & in_group, other=0.0)
+
+        # The tensor cores add FP8 products with about 14 bits. FAST_ACCUM chains all of a tile's; otherwise each
+        # block's sum is added in float32.
+        acc = gl.zeros([ROWS, BLOCK_COLS], gl.float32, acc_layout)
+        zeros = gl.zeros([ROWS, BLOCK_COLS], gl.float32, acc_layout)
+        k_start, k_end = sum_range(group, start, end, num_groups, K, CHUNK, IS_WGRAD)
+        for k in range(k_start, k_end, BLOCK_K):
+            stage = block % STAGES
+            mbarrier.wait(ready.index(stage), block // STAGES & 1)
+            a = a_ring.index(stage).reshape([BLOCK_ROWS, BLOCK_K]).slice(WARPGROUP * ROWS, ROWS, 0)
+            b = b_ring.index(stage).reshape([BLOCK_COLS, BLOCK_K]).permute((1, 0))
+            if FAST_ACCUM:
+                acc = warpgroup_mma(a, b, acc, is_async=True)
+                # This product goes on while the one before has certainly left its block.
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                mbarrier.arrive(free.index((block + STAGES - 1) % STAGES), count=1, pred=k > k_start)
+            else:
+                part = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+                acc += warpgroup_mma_wait(0, deps=[part])
+                mbarrier.arrive(free.index(stage), count=1)
+            block += 1
+        if FAST_ACCUM:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(free.index((block + STAGES - 1) % STAGES), count=1, pred=k_start < k_end)
+
+        if IS_WGRAD:
+            if (start < end) & ((start % CHUNK != 0) | (end % CHUNK != 0)):
+                # The edges borrow the output buffers: there is no shared memory to spare.
+                tma.store_wait(pendings=0)
+                a_edges = _reinterpret(buffer0, a_ring.dtype, [EDGE_ROWS, 2 * CHUNK], edge_layout).slice(0, ROWS, 0)
+                b_edges = _reinterpret(buffer1, a_ring.dtype, [EDGE_ROWS, 2 * CHUNK], edge_layout).slice(
+                    0, BLOCK_COLS, 0
+                )
+                a_edges.store(load_edges(a_ptr, stride_a, row, num_rows, start, end, ROWS, CHUNK))
+                b_edges.store(load_edges(b_ptr, stride_b, col, num_cols, start, end, BLOCK_COLS, CHUNK))
+                fence_async_shared()
+                if FAST_ACCUM:
+                    acc = warpgroup_mma(a_edges, b_edges.permute((1, 0)), acc, is_async=True)
+                    acc = warpgroup_mma_wait(0, deps=[acc])
+                else:
+                    part = warpgroup_mma(a_edges, b_edges.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                    acc += warpgroup_mma_wait(0, deps=[part])
+
+        if scale_a_ptr is not None:
+            acc = acc * gl.expand_dims(scale_a, 1) * gl.expand_dims(scale_b, 0)
+        left, right = _halves(acc.to(out_desc.dtype))
+        x0, x1 = _halves(left)
+        x2, x3 = _halves(right)
+        _store_quarter(out_desc, buffer0, outer, middle, out_row, col, x0)
+        _store_quarter(out_desc, buffer1, outer, middle, out_row, col + WIDTH, x1)
+        _store_quarter(out_desc, buffer0, outer, middle, out_row, col + 2 * WIDTH, x2)
+        _store_quarter(out_desc, buffer1, outer, middle, out_row, col + 3 * WIDTH, x3)
+
+        tile += gl.num_programs(0)
+        walk = (group, start, end, first_tile)
+        group, start, end, first_tile, found = seek_tile(tile, walk, offs_ptr, sizes, tile_cols, BLOCK_ROWS, IS_WGRAD)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "num_groups"])
+def _grouped_gemm_kernel(
+    a_desc,
+    b_desc,
+    out_desc,
+    a_ptr,
+    b_ptr,
+    stride_a,
+    stride_b,
+    scale_a_ptr,
+    scale_b_ptr,
+    offs_ptr,
+    num_tokens,
+    num_rows,
+    num_cols,
+    K,
+    num_groups,
+    STAGES: gl.constexpr,
+    IS_WGRAD: gl.constexpr,
+    FAST_ACCUM: gl.constexpr,
+):
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)  # noqa: RUF005
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)  # noqa: RUF005
+    out_buffers = gl.allocate_shared_memory(out_desc.dtype, [4] + out_desc.block_type.shape, out_desc.layout)  # noqa: RUF005
+    # A block is ready when its bytes have come, and free when both warpgroups have multiplied it.
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    fence_async_shared()
+    sizes = (num_tokens, num_rows, num_cols, K, num_groups)
+    gl.warp_specialize(
+        [
+            (
+                _multiply_blocks,
+                (
+                    a_ring,
+                    b_ring,
+                    out_buffers,
+                    ready,
+                    free,
+                    out_desc,
+                    a_ptr,
+                    b_ptr,
+                    stride_a,
+                    stride_b,
+                    scale_a_ptr,
+                    scale_b_ptr,
+                    offs_ptr,
+                    sizes,
+                    0,
+                    IS_WGRAD,
+                    FAST_ACCUM,
+                ),
+            ),
+            (
+                _multiply_blocks,
+                (
+                    a_ring,
+                    b_ring,
+                    out_buffers,
+                    ready,
+                    free,
+                    out_desc,
+                    a_ptr,
+                    b_ptr,
+                    stride_a,
+                    stride_b,
+                    scale_a_ptr,
+                    scale_b_ptr,
+                    offs_ptr,
+                    sizes,
+                    1,
+                    IS_WGRAD,
+                    FAST_ACCUM,
+                ),
+            ),
+            (_load_blocks, (a_desc, b_desc, a_ring, b_ring, ready, free, offs_ptr, sizes, IS_WGRAD)),
+        ],
+        worker_num_warps=[4, 1],
+        worker_num_regs=[240, 24],
+    )
+
+
+# Fixed: nothing is timed at run time.
+_BLOCK_ROWS = 128
+# By fast_accum: the precise sum keeps a second accumulator in registers.
+_BLOCK_COLS = {True: 256, False: 128}
+# One swizzled line of shared memory.
+_BLOCK_K_BYTES = 128
+# By bytes of an output element: as many as the output buffers leave room for in 227 KB of shared memory.
+_STAGES = {2: 4, 4: 3}
+
+
+@functools.cache
+def _num_sms(device_index):
+    return triton.runtime.driver.active.utils.get_device_properties(device_index)["multiprocessor_count"]
+
+
+def _launch(descriptors, operands, sizes, out, is_wgrad, fast_accum):
+    _grouped_gemm_kernel[(_num_sms(out.device.index),)](
+        *descriptors,
+        *operands,
+        *sizes,
+        STAGES=_STAGES[out.element_size()],
+        IS_WGRAD=is_wgrad,
+        FAST_ACCUM=fast_accum,
+        num_warps=4,
+    )
+
+
+def grouped_gemm_2d_3d(a, b_t, scale_a, scale_b, offs, out, fast_accum):
+    """``out[i] = (a[i] @ b_t[e]) * scale_a[i] * scale_b[e]`` for each row i of group e; zeros past the last group.
+
+    Args:
+        a: (M, K) e4m3, strides (a multiple of 16, 1), on the current device. 0 < M < 2**30; K, N multiples of 16.
+        b_t: (E, K, N) e4m3, strides (a multiple of 16, 1, a multiple of 16). 0 < E.
+        scale_a: (M,) float32. Like ``a``, may hold anything at or past ``offs[-1]``.
+        scale_b: (E, N) float32, contiguous.
+        offs: (E,) int32 end offsets of the groups, on the device.
+        out: (M, N) bf16 or float32, row-major; every element is written.
+        fast_accum: sum up in the tensor cores alone; False adds up each 128 products in float32.
+    """
+    num_tokens, k = a.shape
+    num_groups, _, n = b_t.shape
+    block_cols = _BLOCK_COLS[fast_accum]
+    stride_a, stride_b = a.stride(0), b_t.stride(2)
+    # A dimension of size 1 has no use for its stride; it only has to be valid.
+    a_strides = [stride_a, stride_a, stride_a, 1]
+    b_strides = [stride_b, b_t.stride(0), stride_b, 1]
+    descriptors = (
+        descriptor(a, [1, 1, num_tokens, k], a_strides, (_BLOCK_ROWS, _BLOCK_K_BYTES)),
+        descriptor(b_t, [1, num_groups, n, k], b_strides, (block_cols, _BLOCK_K_BYTES)),
+        ragged_rows(out, (_BLOCK_ROWS // 2, block_cols // 4)),
+    )
+    operands = (a, b_t, stride_a, stride_b, scale_a, scale_b, offs)
+    _launch(descriptors, operands, (num_tokens, n, n, k, num_groups), out, False, fast_accum)
+
+
+def grouped_gemm_2d_2d(a, b_t, scale_a, scale_b, offs, out, fast_accum):
+    """``out[e] = (a[:, group e] @ b_t[group e]) * scale_a[e][:, None] * scale_b[e]``; zeros for an empty group.
+
+    The order of a group's sum follows chunks of 16 bytes, so its bits may depend on where in its first chunk it starts,
+    and on nothing else of other groups. Blocks are 128 bytes of tokens: fastest where those fall together with lines of
+    memory, that is, for strides and group starts that are multiples of 128 bytes.
+
+    Args:
+        a: (N, M) e4m3 or bf16, strides (a multiple of 16 bytes, 1), on the current device. 0 < M < 2**29; N and K are
+            multiples of 16.
+        b_t: (M, K) of the same dtype, strides (1, a multiple of 16 bytes).
+        scale_a: (E, N) float32, contiguous, or None for both: no scales.
+        scale_b: (E, K) float32, contiguous.
+        offs: (E,) int32 end offsets of the groups along M, on the device. 0 < E.
+        out: (E, N, K) bf16 or float32, contiguous; every element is written.
+        fast_accum: as `grouped_gemm_2d_3d`; bf16 always sums up in float32.
+    """
+    n, num_tokens = a.shape
+    k = b_t.shape[1]
+    num_groups = offs.shape[0]
+    fast_accum = fast_accum or scale_a is None
+    block_cols = _BLOCK_COLS[fast_accum]
+    block_m = _BLOCK_K_BYTES // a.element_size()
+    out_strides = [k, n * k, k, 1]
+    descriptors = (
+        ragged_columns(a, (_BLOCK_ROWS, block_m)),
+        ragged_columns(b_t.t(), (block_cols, block_m)),
+        descriptor(out, [1, num_groups, n, k], out_strides, (_BLOCK_ROWS // 2, block_cols // 4)),
+    )
+    operands = (a, b_t, a.stride(0), b_t.stride(1), scale_a, scale_b, offs)
+    # Each group's tokens are summed over. The fourth size is not used: a constant, so that it never recompiles.
+    _launch(descriptors, operands, (num_tokens, n, k, 16, num_groups), out, True, fast_accum)

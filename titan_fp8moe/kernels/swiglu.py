@@ -1,0 +1,257 @@
+"""SwiGLU and its backward, straight into rowwise-quantised fp8: no float32 or bf16 result touches memory."""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from titan_fp8moe.kernels.scale import magnitude_bits, quantize, scale_from_amax_bits
+
+
+@triton.jit
+def _sigmoid(x):
+    # The exp of libdevice is the one torch calls. The reciprocal of y in [1, 2**125) is correctly rounded, as the
+    # division of torch is: one Newton step from the approximation gets there. A division for every y would branch
+    # at every element, which costs more time than memory does.
+    y = 1.0 + libdevice.exp(x * -1.0)
+    r = libdevice.fast_dividef(1.0, y)
+    r = tl.fma(r, tl.fma(y * -1.0, r, 1.0), r)
+    return tl.where(y < 4.253529586511731e37, r, 0.0)
+
+
+@triton.jit
+def _swiglu(gate, up):
+    gate = gate.to(tl.float32)
+    return gate * _sigmoid(gate) * up.to(tl.float32)
+
+
+@triton.jit
+def _swiglu_backward(grad, gate, up):
+    grad = grad.to(tl.float32)
+    gate = gate.to(tl.float32)
+    up = up.to(tl.float32)
+    sigmoid = _sigmoid(gate)
+    silu = gate * sigmoid
+    grad_gate = (grad * up) * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
+    return grad_gate, grad * silu, silu * up
+
+
+@triton.jit
+def _columns(start, num_cols, BLOCK_H: tl.constexpr):
+    col = start + tl.arange(0, BLOCK_H)[None, :]
+    return col, col < num_cols
+
+
+@triton.jit
+def _store(ptrs, x, scale, mask, POW2: tl.constexpr):
+    tl.store(ptrs, quantize(x, scale[:, None], POW2).to(ptrs.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _swiglu_kernel(
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    num_rows,
+    num_cols,
+    stride_x,
+    stride_q,
+    POW2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    # A row is PARTS blocks that stay in registers between the amax and the cast. With PARTS = 0 it is too long
+    # for that: it is read, and computed, twice.
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = row[:, None] < num_rows
+    gate_row = x_ptr + row[:, None].to(tl.int64) * stride_x
+    up_row = gate_row + num_cols
+    q_row = q_ptr + row[:, None].to(tl.int64) * stride_q
+    amax = tl.zeros((BLOCK_M, BLOCK_H), tl.int32)
+    if PARTS > 0:
+        gate = ()
+        up = ()
+        for part in tl.static_range(PARTS):
+            col, in_cols = _columns(part * BLOCK_H, num_cols, BLOCK_H)
+            gate += (tl.load(gate_row + col, mask=in_rows & in_cols, other=0.0),)
+            up += (tl.load(up_row + col, mask=in_rows & in_cols, other=0.0),)
+        h = ()
+        for part in tl.static_range(PARTS):
+            h += (_swiglu(gate[part], up[part]),)
+            amax = tl.maximum(amax, magnitude_bits(h[part]))
+        scale = scale_from_amax_bits(tl.max(amax, 1), POW2)
+        for part in tl.static_range(PARTS):
+            col, in_cols = _columns(part * BLOCK_H, num_cols, BLOCK_H)
+            _store(q_row + col, h[part], scale, in_rows & in_cols, POW2)
+    else:
+        for start in range(0, num_cols, BLOCK_H):
+            col, in_cols = _columns(start, num_cols, BLOCK_H)
+            gate = tl.load(gate_row + col, mask=in_rows & in_cols, other=0.0)
+            up = tl.load(up_row + col, mask=in_rows & in_cols, other=0.0)
+            amax = tl.maximum(amax, magnitude_bits(_swiglu(gate, up)))
+        scale = scale_from_amax_bits(tl.max(amax, 1), POW2)
+        for start in range(0, num_cols, BLOCK_H):
+            col, in_cols = _columns(start, num_cols, BLOCK_H)
+            gate = tl.load(gate_row + col, mask=in_rows & in_cols, other=0.0)
+            up = tl.load(up_row + col, mask=in_rows & in_cols, other=0.0)
+            _store(q_row + col, _swiglu(gate, up), scale, in_rows & in_cols, POW2)
+    tl.store(scale_ptr + row, scale, mask=row < num_rows)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _swiglu_backward_kernel(
+    grad_ptr,
+    x_ptr,
+    q_ptr,
+    scale_ptr,
+    q_h_ptr,
+    scale_h_ptr,
+    num_rows,
+    num_cols,
+    stride_grad,
+    stride_x,
+    stride_q,
+    stride_q_h,
+    POW2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_rows = row[:, None] < num_rows
+    grad_row = grad_ptr + row[:, None].to(tl.int64) * stride_grad
+    gate_row = x_ptr + row[:, None].to(tl.int64) * stride_x
+    up_row = gate_row + num_cols
+    q_gate_row = q_ptr + row[:, None].to(tl.int64) * stride_q
+    q_up_row = q_gate_row + num_cols
+    q_h_row = q_h_ptr + row[:, None].to(tl.int64) * stride_q_h
+    amax = tl.zeros((BLOCK_M, BLOCK_H), tl.int32)
+    amax_h = tl.zeros((BLOCK_M, BLOCK_H), tl.int32)
+    if PARTS > 0:
+        grad = ()
+        gate = ()
+        up = ()
+        for part in tl.static_range(PARTS):
+            col, in_cols = _columns(part * BLOCK_H, num_cols, BLOCK_H)
+            grad += (tl.load(grad_row + col, mask=in_rows & in_cols, other=0.0),)
+            gate += (tl.load(gate_row + col, mask=in_rows & in_cols, other=0.0),)
+            up += (tl.load(up_row + col, mask=in_rows & in_cols, other=0.0),)
+        results = ()
+        for part in tl.static_range(PARTS):
+            grad_gate, grad_up, h = _swiglu_backward(grad[part], gate[part], up[part])
+            amax = tl.maximum(amax, tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up)))
+            amax_h = tl.maximum(amax_h, magnitude_bits(h))
+            results += ((grad_gate, grad_up, h),)
+        scale = scale_from_amax_bits(tl.max(amax, 1), POW2)
+        scale_h = scale_from_amax_bits(tl.max(amax_h, 1), POW2)
+        for part in tl.static_range(PARTS):
+            col, in_cols = _columns(part * BLOCK_H, num_cols, BLOCK_H)
+            _store(q_gate_row + col, results[part][0], scale, in_rows & in_cols, POW2)
+            _store(q_up_row + col, results[part][1], scale, in_rows & in_cols, POW2)
+            _store(q_h_row + col, results[part][2], scale_h, in_rows & in_cols, POW2)
+    else:
+        for start in range(0, num_cols, BLOCK_H):
+            col, in_cols = _columns(start, num_cols, BLOCK_H)
+            grad = tl.load(grad_row + col, mask=in_rows & in_cols, other=0.0)
+            gate = tl.load(gate_row + col, mask=in_rows & in_cols, other=0.0)
+            up = tl.load(up_row + col, mask=in_rows & in_cols, other=0.0)
+            grad_gate, grad_up, h = _swiglu_backward(grad, gate, up)
+            amax = tl.maximum(amax, tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up)))
+            amax_h = tl.maximum(amax_h, magnitude_bits(h))
+        scale = scale_from_amax_bits(tl.max(amax, 1), POW2)
+        scale_h = scale_from_amax_bits(tl.max(amax_h, 1), POW2)
+        for start in range(0, num_cols, BLOCK_H):
+            col, in_cols = _columns(start, num_cols, BLOCK_H)
+            grad = tl.load(grad_row + col, mask=in_rows & in_cols, other=0.0)
+            gate = tl.load(gate_row + col, mask=in_rows & in_cols, other=0.0)
+            up = tl.load(up_row + col, mask=in_rows & in_cols, other=0.0)
+            grad_gate, grad_up, h = _swiglu_backward(grad, gate, up)
+            _store(q_gate_row + col, grad_gate, scale, in_rows & in_cols, POW2)
+            _store(q_up_row + col, grad_up, scale, in_rows & in_cols, POW2)
+            _store(q_h_row + col, h, scale_h, in_rows & in_cols, POW2)
+    tl.store(scale_ptr + row, scale, mask=row < num_rows)
+    tl.store(scale_h_ptr + row, scale_h, mask=row < num_rows)
+
+
+MAX_ROW = 16384
+"""Columns that one program keeps in registers; longer rows are read twice."""
+
+
+def _launch(num_cols):
+    """BLOCK_M, BLOCK_H, PARTS, num_warps for rows of ``num_cols``: about 16 to 28 elements of a row a thread."""
+    if num_cols > MAX_ROW:
+        return 1, 4096, 0, 16
+    # The largest of the blocks, powers of two, that pad the row by less than an eighth.
+    whole = max(triton.next_power_of_2(num_cols), 64)
+    block_h = next(
+        (block for block in (whole // 2, whole // 4) if triton.cdiv(num_cols, block) * block < 1.125 * num_cols),
+        max(whole // 8, 16),
+    )
+    parts = triton.cdiv(num_cols, block_h)
+    block_m = max(2048 // whole, 1)
+    num_warps = 1 << (max(block_m * block_h * parts // 512, 4).bit_length() - 1)
+    return block_m, block_h, parts, num_warps
+
+
+def swiglu_quantize_rowwise(gate_up, q, scale, pow2):
+    """Quantise each row of ``h = silu(gate) * up``, which stays float32 until then.
+
+    Args:
+        gate_up: (M, 2H) bf16 or float32, contiguous rows: gate, then up. H is a multiple of 16.
+        q: (M, H) e4m3, contiguous rows; written.
+        scale: (M,) float32; written.
+        pow2: round scales up to powers of two.
+    """
+    num_rows, num_cols = q.shape
+    block_m, block_h, parts, num_warps = _launch(num_cols)
+    _swiglu_kernel[(triton.cdiv(num_rows, block_m),)](
+        gate_up,
+        q,
+        scale,
+        num_rows,
+        num_cols,
+        gate_up.stride(0),
+        q.stride(0),
+        pow2,
+        block_m,
+        block_h,
+        parts,
+        num_warps=num_warps,
+        enable_fp_fusion=False,  # a contracted multiply-add rounds once where the reference rounds twice
+    )
+
+
+def swiglu_backward_quantize_rowwise(grad_h, gate_up, q, scale, q_h, scale_h, pow2):
+    """Quantise each row of the gradient of ``gate_up``, and of ``h``, which is computed again.
+
+    Args:
+        grad_h: (M, H) bf16 or float32, contiguous rows. H is a multiple of 16.
+        gate_up: (M, 2H) bf16 or float32, contiguous rows: gate, then up.
+        q: (M, 2H) e4m3, contiguous rows: gradient of gate, then of up; written.
+        scale: (M,) float32, one for all 2H; written.
+        q_h: (M, H) e4m3, contiguous rows; written.
+        scale_h: (M,) float32; written.
+        pow2: round scales up to powers of two.
+    """
+    num_rows, num_cols = q_h.shape
+    block_m, block_h, parts, num_warps = _launch(num_cols)
+    _swiglu_backward_kernel[(triton.cdiv(num_rows, block_m),)](
+        grad_h,
+        gate_up,
+        q,
+        scale,
+        q_h,
+        scale_h,
+        num_rows,
+        num_cols,
+        grad_h.stride(0),
+        gate_up.stride(0),
+        q.stride(0),
+        q_h.stride(0),
+        pow2,
+        block_m,
+        block_h,
+        parts,
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+    )
