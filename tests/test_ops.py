@@ -502,7 +502,7 @@ def test_opcheck(device):
         if any(isinstance(a, torch.Tensor) and a.dtype == torch.float8_e4m3fn for a in args):
             # It compares arguments before and after with arithmetic that e4m3 does not have.
             checks.remove("test_schema")
-        torch.library.opcheck(op, args, test_utils=checks)
+        torch.library.opcheck(op.overload, args, test_utils=checks)
         for arg, copy in zip(args, copies, strict=True):
             assert not isinstance(arg, torch.Tensor) or torch.equal(bits(arg), bits(copy))
 
@@ -516,9 +516,19 @@ def test_meta_tensors_have_the_layout_of_real_ones(device):
 
 
 def test_every_op_is_listed_for_tracing(device):
-    listed = {op._qualname for op, _ in _op_calls(device)}
-    defined = {op._qualname for op in vars(ops).values() if isinstance(op, torch._library.custom_ops.CustomOpDef)}
-    assert listed == defined
+    listed = {op.__name__ for op, _ in _op_calls(device)}
+    assert listed == {name for name, op in vars(ops).items() if isinstance(op, ops.Operator)}
+    for name in listed:
+        assert getattr(torch.ops.titan_fp8moe, name).default is getattr(ops, name).overload
+        assert getattr(ops, name).__doc__
+
+
+def test_an_input_that_requires_a_gradient_is_refused(device):
+    x = normal(32, 48, device=device).requires_grad_()
+    with pytest.raises(RuntimeError, match="titan_fp8moe::quantize_rowwise has no gradient"):
+        ops.quantize_rowwise(x)
+    with torch.no_grad():
+        assert_same(ops.quantize_rowwise(x), ops.quantize_rowwise(x.detach()))
 
 
 def test_compiles_once_for_any_number_of_tokens(device):

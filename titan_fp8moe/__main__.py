@@ -46,7 +46,7 @@ def _implementations(device: torch.device) -> dict[str, str]:
     others = "triton" if is_hopper(device) else "reference"
     implementations = {}
     for name in ops.__all__:
-        if isinstance(getattr(ops, name), torch.library.CustomOpDef):
+        if isinstance(getattr(ops, name), ops.Operator):
             implementations[name] = f"{others} ({reason})"
     try:
         gemm = f"{ops.resolve_gemm_backend('auto', device)} ({reason})"

@@ -177,20 +177,29 @@ MAX_ROW = 16384
 """Columns that one program keeps in registers; longer rows are read twice."""
 
 
-def _launch(num_cols):
-    """BLOCK_M, BLOCK_H, PARTS, num_warps for rows of ``num_cols``: about 16 to 28 elements of a row a thread."""
+def _launch(num_cols, max_warps, registers, pow2):
+    """BLOCK_M, BLOCK_H, PARTS and compiler options for rows of ``num_cols``, 16 to 32 elements of them a thread.
+
+    ``registers`` is the limit, where it costs no spills, with which programs of 16 warps fill a multiprocessor.
+    """
+    # A multiply and an add contracted into one would round once where the reference rounds twice.
+    options = {"num_warps": 16, "enable_fp_fusion": False}
     if num_cols > MAX_ROW:
-        return 1, 4096, 0, 16
-    # The largest of the blocks, powers of two, that pad the row by less than an eighth.
+        return 1, 4096, 0, options
+    # The largest of the blocks, powers of two, that pad the row by little; of bf16 at most 16 bytes a thread.
     whole = max(triton.next_power_of_2(num_cols), 64)
     block_h = next(
-        (block for block in (whole // 2, whole // 4) if triton.cdiv(num_cols, block) * block < 1.125 * num_cols),
+        (block for block in (whole // 2, whole // 4) if triton.cdiv(num_cols, block) * block < 1.15 * num_cols),
         max(whole // 8, 16),
     )
+    block_h = min(block_h, max_warps * 256)
     parts = triton.cdiv(num_cols, block_h)
     block_m = max(2048 // whole, 1)
-    num_warps = 1 << (max(block_m * block_h * parts // 512, 4).bit_length() - 1)
-    return block_m, block_h, parts, num_warps
+    warps = 1 << (max(block_m * block_h * parts // 512, 4).bit_length() - 1)
+    options["num_warps"] = min(warps, max_warps)
+    if pow2 and warps == 16 and parts == 2:
+        options["maxnreg"] = registers
+    return block_m, block_h, parts, options
 
 
 def swiglu_quantize_rowwise(gate_up, q, scale, pow2):
@@ -203,7 +212,7 @@ def swiglu_quantize_rowwise(gate_up, q, scale, pow2):
         pow2: round scales up to powers of two.
     """
     num_rows, num_cols = q.shape
-    block_m, block_h, parts, num_warps = _launch(num_cols)
+    block_m, block_h, parts, options = _launch(num_cols, 16, 32, pow2)
     _swiglu_kernel[(triton.cdiv(num_rows, block_m),)](
         gate_up,
         q,
@@ -216,8 +225,7 @@ def swiglu_quantize_rowwise(gate_up, q, scale, pow2):
         block_m,
         block_h,
         parts,
-        num_warps=num_warps,
-        enable_fp_fusion=False,  # a contracted multiply-add rounds once where the reference rounds twice
+        **options,
     )
 
 
@@ -234,7 +242,7 @@ def swiglu_backward_quantize_rowwise(grad_h, gate_up, q, scale, q_h, scale_h, po
         pow2: round scales up to powers of two.
     """
     num_rows, num_cols = q_h.shape
-    block_m, block_h, parts, num_warps = _launch(num_cols)
+    block_m, block_h, parts, options = _launch(num_cols, 32, 64, pow2)
     _swiglu_backward_kernel[(triton.cdiv(num_rows, block_m),)](
         grad_h,
         gate_up,
@@ -252,6 +260,5 @@ def swiglu_backward_quantize_rowwise(grad_h, gate_up, q, scale, q_h, scale_h, po
         block_m,
         block_h,
         parts,
-        num_warps=num_warps,
-        enable_fp_fusion=False,
+        **options,
     )

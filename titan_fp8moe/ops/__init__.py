@@ -1,4 +1,4 @@
-"""The operators as ``torch.library`` custom ops: each checks, allocates and launches; each has a fake twin.
+"""The operators as torch custom ops: each checks, allocates and launches; each has a fake twin.
 
 ``torch.ops.titan_fp8moe.*`` trace through ``torch.compile(fullgraph=True)``, run on meta and fake tensors and have no
 autograd of their own: `float8_grouped_mm` and `float8_experts` are the differentiable calls. On a GPU with FP8 tensor
@@ -15,6 +15,7 @@ from titan_fp8moe.ops.grouped_gemm import (
     resolve_gemm_backend,
     scaled_grouped_mm,
 )
+from titan_fp8moe.ops.library import Operator
 from titan_fp8moe.ops.quantize import (
     quantize_colwise_per_group,
     quantize_rowwise,
@@ -34,6 +35,7 @@ from titan_fp8moe.ops.swiglu import swiglu_backward_quantize_rowwise, swiglu_qua
 
 __all__ = [
     "GEMM_BACKENDS",
+    "Operator",
     "grouped_mm_wgrad",
     "quantize_colwise_per_group",
     "quantize_joint_weight",

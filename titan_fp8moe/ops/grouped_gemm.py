@@ -15,6 +15,7 @@ from titan_fp8moe.ops.checks import (
     check_out_dtype,
     check_scale,
 )
+from titan_fp8moe.ops.library import Operator
 
 GEMM_BACKENDS = ("auto", "triton", "torch", "reference")
 _MAX_TOKENS = 2**29
@@ -115,7 +116,7 @@ def _triton_scaled_grouped_mm(
     return out
 
 
-@torch.library.custom_op("titan_fp8moe::scaled_grouped_mm", mutates_args=())
+@Operator
 def scaled_grouped_mm(
     a: Tensor,
     b_t: Tensor,
@@ -187,7 +188,7 @@ def _check_grouped_mm_wgrad(grad: Tensor, x: Tensor, offs: Tensor, out_dtype: to
     check_multiple_of_16(N=grad.shape[1], K=x.shape[1])
 
 
-@torch.library.custom_op("titan_fp8moe::grouped_mm_wgrad", mutates_args=())
+@Operator
 def grouped_mm_wgrad(
     grad: Tensor, x: Tensor, offs: Tensor, out_dtype: torch.dtype, gemm_backend: str = "auto"
 ) -> Tensor:

@@ -18,9 +18,10 @@ from titan_fp8moe.ops.checks import (
     empty_scale,
     zero_amax,
 )
+from titan_fp8moe.ops.library import Operator
 
 
-@torch.library.custom_op("titan_fp8moe::quantize_rowwise", mutates_args=())
+@Operator
 def quantize_rowwise(x: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
     """One scale per row.
 
@@ -56,7 +57,7 @@ def _quantize_colwise_per_group(x: Tensor, offs: Tensor, round_scales_to_power_o
     return q, scale
 
 
-@torch.library.custom_op("titan_fp8moe::quantize_colwise_per_group", mutates_args=())
+@Operator
 def quantize_colwise_per_group(
     x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -84,7 +85,7 @@ def _(x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tuple
     return empty_column_major(x, m, k), empty_scale(x, offs.shape[0], k)
 
 
-@torch.library.custom_op("titan_fp8moe::quantize_rowwise_per_group", mutates_args=())
+@Operator
 def quantize_rowwise_per_group(
     x_t: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -112,7 +113,7 @@ def _(x_t: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tup
     return empty_column_major(x_t, m, n).t(), empty_scale(x_t, offs.shape[0], n)
 
 
-@torch.library.custom_op("titan_fp8moe::quantize_rowwise_and_colwise_per_group", mutates_args=())
+@Operator
 def quantize_rowwise_and_colwise_per_group(
     x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -163,7 +164,7 @@ def _check_requantize(q: Tensor, scale: Tensor, offs: Tensor) -> None:
     check_scale("scale", scale, (q.shape[0],), q)
 
 
-@torch.library.custom_op("titan_fp8moe::requantize_colwise_per_group", mutates_args=())
+@Operator
 def requantize_colwise_per_group(
     q: Tensor, scale: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True
 ) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from titan_fp8moe import reference
 from titan_fp8moe.float8 import is_hopper
 from titan_fp8moe.kernels import quantize_weight as kernels
 from titan_fp8moe.ops.checks import check_weight, empty_fp8, empty_scale, zero_amax
+from titan_fp8moe.ops.library import Operator
 
 Pair = tuple[Tensor, Tensor]
 
@@ -52,7 +53,7 @@ def _check_joint(w1_t: Tensor, w3_t: Tensor) -> None:
         )
 
 
-@torch.library.custom_op("titan_fp8moe::quantize_weight_colwise", mutates_args=())
+@Operator
 def quantize_weight_colwise(w_t: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
     """Expert weights for the forward: one scale per expert and column, amax over the contraction K.
 
@@ -73,7 +74,7 @@ def _(w_t: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Ten
     return _empty_colwise(w_t, w_t.shape[2])
 
 
-@torch.library.custom_op("titan_fp8moe::quantize_weight_rowwise", mutates_args=())
+@Operator
 def quantize_weight_rowwise(w_t: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
     """Expert weights for dgrad: one scale per expert and row, amax over N, transposed for a contraction over N.
 
@@ -94,7 +95,7 @@ def _(w_t: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Ten
     return _empty_rowwise(w_t, w_t.shape[2])
 
 
-@torch.library.custom_op("titan_fp8moe::quantize_weight", mutates_args=())
+@Operator
 def quantize_weight(w_t: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_weight_colwise` and `quantize_weight_rowwise` from one read of ``w_t``: q and scale of each."""
     check_weight("w_t", w_t)
@@ -107,7 +108,7 @@ def _(w_t: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Ten
     return *_empty_colwise(w_t, w_t.shape[2]), *_empty_rowwise(w_t, w_t.shape[2])
 
 
-@torch.library.custom_op("titan_fp8moe::quantize_joint_weight_colwise", mutates_args=())
+@Operator
 def quantize_joint_weight_colwise(
     w1_t: Tensor, w3_t: Tensor, round_scales_to_power_of_2: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -122,7 +123,7 @@ def _(w1_t: Tensor, w3_t: Tensor, round_scales_to_power_of_2: bool = True) -> tu
     return _empty_colwise(w1_t, 2 * w1_t.shape[2])
 
 
-@torch.library.custom_op("titan_fp8moe::quantize_joint_weight_rowwise", mutates_args=())
+@Operator
 def quantize_joint_weight_rowwise(
     w1_t: Tensor, w3_t: Tensor, round_scales_to_power_of_2: bool = True
 ) -> tuple[Tensor, Tensor]:
@@ -137,7 +138,7 @@ def _(w1_t: Tensor, w3_t: Tensor, round_scales_to_power_of_2: bool = True) -> tu
     return _empty_rowwise(w1_t, 2 * w1_t.shape[2])
 
 
-@torch.library.custom_op("titan_fp8moe::quantize_joint_weight", mutates_args=())
+@Operator
 def quantize_joint_weight(
     w1_t: Tensor, w3_t: Tensor, round_scales_to_power_of_2: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

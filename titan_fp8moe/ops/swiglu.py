@@ -7,6 +7,7 @@ from titan_fp8moe import reference
 from titan_fp8moe.float8 import is_hopper
 from titan_fp8moe.kernels import swiglu as kernels
 from titan_fp8moe.ops.checks import check_input, check_multiple_of_16, empty_fp8, empty_scale
+from titan_fp8moe.ops.library import Operator
 
 
 def _check_gate_up(gate_up: Tensor) -> None:
@@ -18,7 +19,7 @@ def _check_gate_up(gate_up: Tensor) -> None:
         )
 
 
-@torch.library.custom_op("titan_fp8moe::swiglu_quantize_rowwise", mutates_args=())
+@Operator
 def swiglu_quantize_rowwise(gate_up: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
     """``h = silu(gate) * up`` in float32, quantised with one scale per row without being rounded in between.
 
@@ -57,7 +58,7 @@ def _check_swiglu_backward(grad_h: Tensor, gate_up: Tensor) -> None:
         )
 
 
-@torch.library.custom_op("titan_fp8moe::swiglu_backward_quantize_rowwise", mutates_args=())
+@Operator
 def swiglu_backward_quantize_rowwise(
     grad_h: Tensor, gate_up: Tensor, round_scales_to_power_of_2: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
