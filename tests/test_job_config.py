@@ -138,7 +138,7 @@ def test_a_mistyped_flag_is_named(parse, capsys):
         ('fqns = "experts"', TypeError, "fp8moe.fqns must be a list of non-empty strings, got 'experts'"),
         ("fqns = []", ValueError, "fp8moe.fqns is empty"),
         ("exclude_fqns = [0]", TypeError, "fp8moe.exclude_fqns must be a list of non-empty strings, got [0]"),
-        ("token_group_alignment = 12", ValueError, "fp8moe.token_group_alignment must be one of (16, 32), got 12"),
+        ("token_group_alignment = 12", ValueError, "fp8moe.token_group_alignment must be one of (1, 16, 32), got 12"),
         ('token_group_alignment = "16"', TypeError, "fp8moe.token_group_alignment must be of type int, got '16'"),
         ("round_scales_to_power_of_2 = 1", TypeError, "round_scales_to_power_of_2 must be of type bool, got 1"),
         ("fast_accum = true", ValueError, "fp8moe.fast_accum must be one of ('all', 'forward', 'none'), got True"),

@@ -14,6 +14,7 @@ import sys
 import torch
 import torchtitan.components.quantization  # noqa: F401  (registers torchtitan's own converters)
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
+from torchtitan.models import _supported_models
 from torchtitan.protocols import model_converter
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
@@ -180,7 +181,10 @@ def _check_registration(job_config: JobConfig) -> None:
 
 
 def _build_model(job_config: JobConfig) -> torch.nn.Module:
-    spec = get_train_spec(job_config.model.name)
+    try:
+        spec = get_train_spec(job_config.model.name)
+    except ValueError as error:
+        raise Refusal(f"model.name: {error} torchtitan's own are: {', '.join(sorted(_supported_models))}") from None
     if job_config.model.flavor not in spec.model_args:
         raise Refusal(
             f'model.flavor: {job_config.model.name} has no "{job_config.model.flavor}"; there are: '
@@ -189,9 +193,13 @@ def _build_model(job_config: JobConfig) -> torch.nn.Module:
     model_args = copy.deepcopy(spec.model_args[job_config.model.flavor])
     moe_args = getattr(model_args, "moe_args", None)
     use_grouped_mm = moe_args is not None and moe_args.use_grouped_mm
+    gpu_elsewhere = moe_args is not None and not torch.cuda.is_available()
+    if gpu_elsewhere:
+        # torchtitan turns grouped GEMMs off, with a warning, where there is no SM90 GPU; the question is about a
+        # machine with one.
+        moe_args.use_grouped_mm = False
     model_args.update_from_config(job_config)
-    if moe_args is not None and not torch.cuda.is_available():
-        # torchtitan turns grouped GEMMs off where there is no SM90 GPU; the question is about a machine with one.
+    if gpu_elsewhere:
         moe_args.use_grouped_mm = use_grouped_mm
     with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
         return spec.model_cls(model_args)

@@ -22,8 +22,15 @@ CONVERTER_NAME = "fp8moe"
 TOKEN_GROUP_ALIGNMENTS = (1, 16, 32)
 
 
+def _patterns(fqns: list[str]) -> list[str]:
+    # torchtitan reads the flag that clears a list, "--fp8moe.exclude_fqns=", as one empty string.
+    return [] if fqns == [""] else fqns
+
+
 def check_config(config: FP8MoE) -> None:
     """Raises TypeError or ValueError for a field of the wrong type or value, which torchtitan lets pass."""
+    if not isinstance(config, FP8MoE):
+        raise TypeError(f"fp8moe must be the section [fp8moe], got {config!r} of type {type(config).__name__}")
     hints = get_type_hints(FP8MoE)
     for field in fields(FP8MoE):
         value, hint = getattr(config, field.name), hints[field.name]
@@ -31,7 +38,7 @@ def check_config(config: FP8MoE) -> None:
             if value not in get_args(hint):
                 raise ValueError(f"fp8moe.{field.name} must be one of {get_args(hint)}, got {value!r}")
         elif hint == list[str]:
-            if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
+            if not isinstance(value, list) or not all(isinstance(v, str) and v for v in _patterns(value)):
                 raise TypeError(f"fp8moe.{field.name} must be a list of non-empty strings, got {value!r}")
         elif type(value) is not hint:
             raise TypeError(
@@ -41,7 +48,7 @@ def check_config(config: FP8MoE) -> None:
         raise ValueError(
             f"fp8moe.token_group_alignment must be one of {TOKEN_GROUP_ALIGNMENTS}, got {config.token_group_alignment}"
         )
-    if not config.fqns:
+    if not _patterns(config.fqns):
         raise ValueError(
             'fp8moe.fqns is empty: name the experts modules to convert, e.g. ["experts"], or remove "fp8moe" from '
             "model.converters"
@@ -77,7 +84,8 @@ def read_config(job_config: JobConfig) -> FP8MoE:
     Raises:
         TypeError, ValueError: see `check_config` and `check_converters`.
     """
-    config = getattr(job_config, "fp8moe", None) or FP8MoE()
+    config = getattr(job_config, "fp8moe", None)
+    config = FP8MoE() if config is None else config
     check_config(config)
     check_converters(job_config.model.converters)
     return config
@@ -98,13 +106,18 @@ def hidden_dim_shards_of(job_config: JobConfig) -> int:
 
 
 def weights_survive_forward(job_config: JobConfig, parallel_dims: ParallelDims) -> bool:
-    """False where FSDP frees the gathered experts' weights between forward and backward."""
+    """Whether something made of the experts' weights in forward is worth keeping for backward.
+
+    False where FSDP frees the gathered weights in between, and under pipeline parallelism, where every microbatch in
+    flight would keep a copy.
+    """
     p = parallel_dims
+    if p.pp > 1:
+        return False
     shards = p.dp_shard * p.cp
     if p.ep > 1:
         shards = shards * p.tp // (p.etp * p.ep)
-    policy = job_config.parallelism.fsdp_reshard_after_forward
-    return shards == 1 or policy == "never" or (policy == "default" and p.pp > 1)
+    return shards == 1 or job_config.parallelism.fsdp_reshard_after_forward == "never"
 
 
 def _check_experts(fqn: str, experts: GroupedExperts, emulate: bool, hidden_dim_shards: int) -> None:
@@ -140,19 +153,20 @@ def select_experts(model: nn.Module, config: FP8MoE, *, hidden_dim_shards: int =
             "the model has no experts to convert: no module is a torchtitan.models.moe GroupedExperts; remove "
             f'"{CONVERTER_NAME}" from model.converters'
         )
-    for pattern in config.fqns:
+    fqns, exclude_fqns = _patterns(config.fqns), _patterns(config.exclude_fqns)
+    for pattern in fqns:
         if not any(_matches(pattern, fqn) for fqn in experts):
             raise ValueError(
                 f'fp8moe.fqns: "{pattern}" matches no experts module; a pattern matches whole dotted components. '
                 f"This model has: {', '.join(experts)}"
             )
-    for pattern in config.exclude_fqns:
+    for pattern in exclude_fqns:
         if not any(_matches(pattern, fqn) for fqn in experts):
             logger.warning(f'fp8moe.exclude_fqns: "{pattern}" matches no experts module')
     selected = [
         fqn
         for fqn in experts
-        if any(_matches(p, fqn) for p in config.fqns) and not any(_matches(p, fqn) for p in config.exclude_fqns)
+        if any(_matches(p, fqn) for p in fqns) and not any(_matches(p, fqn) for p in exclude_fqns)
     ]
     if not selected:
         raise ValueError(

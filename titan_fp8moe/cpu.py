@@ -14,7 +14,8 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.moe import utils as moe_utils
 from torchtitan.tools import utils
 from torchtitan.tools.logging import logger
@@ -96,12 +97,31 @@ def _barrier_without_devices() -> None:
     dist.barrier = barrier_of_group
 
 
+def _one_backend_for_cpu_offload() -> None:
+    # With CPU offload torchtitan asks for gloo beside the device's backend, and torch refuses to have "cpu:gloo" twice.
+    init_distributed = dist_utils.init_distributed
+
+    @wraps(init_distributed)
+    def init_distributed_once(comm_config, enable_cpu_backend: bool = False, **kwargs) -> int:
+        return init_distributed(comm_config, **kwargs)
+
+    dist_utils.init_distributed = init_distributed_once
+
+
+def _offload_without_pinning() -> None:
+    # All of torchtitan's MoE models shard with this module's function; there is no accelerator to pin memory for.
+    parallelize = import_module("torchtitan.models.llama4.infra.parallelize")
+    parallelize.CPUOffloadPolicy = partial(CPUOffloadPolicy, pin_memory=False)
+
+
 def use_cpu() -> None:
     """Patch torchtitan for this process. Called when the module is imported and there is no accelerator."""
     _use_cpu_device()
     _count_integers_in_histc()
     _sum_with_gloo()
     _barrier_without_devices()
+    _one_backend_for_cpu_offload()
+    _offload_without_pinning()
     _keep_grouped_mm()
     moe_utils.generate_permute_indices = partial(moe_utils.generate_permute_indices, use_cpu=True)
     logger.info("titan_fp8moe.cpu: no accelerator, torchtitan runs on the CPU; FP8 is emulated by the slow reference")

@@ -9,7 +9,7 @@ tensors moved to column scales, so x is kept in FP8.
 import torch
 from torch import Tensor
 
-from titan_fp8moe import ops, reference
+from titan_fp8moe import ops
 from titan_fp8moe.grouped_mm import check_options
 
 
@@ -98,7 +98,7 @@ class _Float8Experts(torch.autograd.Function):
                     grad_w3 = product(d_q.t()[up], x_q, d_up_scale, x_scale, w3_dtype)
         else:
             (x,) = kept_x
-            d_gate, d_up, h = reference.swiglu_backward(grad_h, gate_up)
+            d_gate, d_up, h = ops.swiglu_backward(grad_h, gate_up)
             if ctx.needs_input_grad[1]:
                 grad_w1 = ops.grouped_mm_wgrad(d_gate, x, offs, w1_dtype, gemm_backend)
             if ctx.needs_input_grad[2]:

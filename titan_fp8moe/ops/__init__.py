@@ -31,7 +31,11 @@ from titan_fp8moe.ops.quantize_weight import (
     quantize_weight_colwise,
     quantize_weight_rowwise,
 )
-from titan_fp8moe.ops.swiglu import swiglu_backward_quantize_rowwise, swiglu_quantize_rowwise
+from titan_fp8moe.ops.swiglu import (
+    swiglu_backward,
+    swiglu_backward_quantize_rowwise,
+    swiglu_quantize_rowwise,
+)
 
 __all__ = [
     "GEMM_BACKENDS",
@@ -50,6 +54,7 @@ __all__ = [
     "requantize_colwise_per_group",
     "resolve_gemm_backend",
     "scaled_grouped_mm",
+    "swiglu_backward",
     "swiglu_backward_quantize_rowwise",
     "swiglu_quantize_rowwise",
 ]

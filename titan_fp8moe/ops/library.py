@@ -6,8 +6,7 @@ import functools
 from collections.abc import Callable
 
 import torch
-
-_LIBRARY = torch.library.Library("titan_fp8moe", "DEF")
+from torch._library.custom_ops import get_library_allowing_overwrite
 
 
 class Operator:
@@ -23,17 +22,19 @@ class Operator:
     def __init__(self, function: Callable) -> None:
         functools.update_wrapper(self, function)
         name = function.__name__
-        _LIBRARY.define(
+        # What custom_op uses: the package can be imported afresh after its modules were dropped.
+        self._library = get_library_allowing_overwrite("titan_fp8moe", name)
+        self._library.define(
             name + torch.library.infer_schema(function, mutates_args=()),
             tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
         )
         for key in ("CPU", "CUDA"):
-            _LIBRARY.impl(name, function, key)
+            self._library.impl(name, function, key)
         self.overload = getattr(torch.ops.titan_fp8moe, name).default
 
     def register_fake(self, function: Callable) -> Callable:
         """Decorator: what the operator returns for meta and fake tensors."""
-        torch.library.register_fake(self.overload.name(), function, lib=_LIBRARY)
+        torch.library.register_fake(self.overload.name(), function, lib=self._library)
         return function
 
     def __call__(self, *args, **kwargs):

@@ -9,6 +9,9 @@ from titan_fp8moe.kernels import swiglu as kernels
 from titan_fp8moe.ops.checks import check_input, check_multiple_of_16, empty_fp8, empty_scale
 from titan_fp8moe.ops.library import Operator
 
+# In high precision it stays torch code, which a compiler fuses with what follows.
+swiglu_backward = reference.swiglu_backward
+
 
 def _check_gate_up(gate_up: Tensor) -> None:
     check_input("gate_up", gate_up, 2)
