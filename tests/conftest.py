@@ -1,7 +1,13 @@
 import pytest
 import torch
+from hypothesis import settings
 
 from titan_fp8moe.float8 import is_hopper
+
+# Of the tests with random inputs. Chosen by --hypothesis-profile; this is imported before that option is obeyed.
+settings.register_profile("ci", max_examples=40, derandomize=True, deadline=None)
+settings.register_profile("long", max_examples=10_000, deadline=None, print_blob=True)
+settings.load_profile("ci")
 
 
 def _missing_for_gpu_tests() -> str | None:

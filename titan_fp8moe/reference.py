@@ -130,7 +130,7 @@ def quantize_weight_rowwise(
 
 def _groups(offs: torch.Tensor, num_rows: int) -> list[tuple[int, int]]:
     ends = offs.tolist()
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][:-1]
     if any(end < start for start, end in zip(starts, ends, strict=True)) or (ends and ends[-1] > num_rows):
         raise ValueError(
             f"offs must be non-decreasing end offsets with offs[-1] <= M = {num_rows}, got {ends}; "
