@@ -39,7 +39,7 @@ ACTIVATION_OPS = {
     "quantize_rowwise_and_colwise_per_group": 5,
     "requantize_colwise_per_group": 3,
 }
-WEIGHT_OPS = {"quantize_weight_colwise": 3, "quantize_weight_rowwise": 5, "quantize_weight": 6}
+WEIGHT_OPS = {"quantize_weight_colwise": 3, "quantize_weight_rowwise": 5, "quantize_weight": 5}
 
 
 def group_ends(tokens: int, num_groups: int, routing: str) -> Tensor:
@@ -56,7 +56,9 @@ def arguments(op: str, x: Tensor, offs: Tensor) -> tuple[Tensor, ...]:
     if op == "quantize_rowwise_per_group":
         return x.t().contiguous(), offs
     if op == "requantize_colwise_per_group":
-        return *reference.quantize_rowwise(x), offs
+        return *reference.quantize_rowwise(x), offs, ops.padded_offs(offs)
+    if op == "quantize_rowwise_and_colwise_per_group":
+        return x, offs, ops.padded_offs(offs)
     return x, offs
 
 
@@ -109,13 +111,8 @@ def torchao_function(op: str, args: tuple[Tensor, ...]) -> Callable[[], object] 
 
 
 def measure(op: str, args: tuple[Tensor, ...], shape: str, moved: int, copy_rate: float, rivals: bool) -> dict:
-    function, twin = getattr(ops, op), getattr(reference, op, None)
-    if op == "quantize_weight":
-        want = *reference.quantize_weight_colwise(*args), *reference.quantize_weight_rowwise(*args)
-    else:
-        want = twin(*args)
-    check(op, function(*args), want)
-    del want
+    function, twin = getattr(ops, op), getattr(reference, op)
+    check(op, function(*args), twin(*args))
     calls = 20 if args[0].numel() <= 2**25 else 1
 
     def call():
@@ -131,9 +128,12 @@ def measure(op: str, args: tuple[Tensor, ...], shape: str, moved: int, copy_rate
     }
     row |= {"enqueue us": enqueue_microseconds(call), "calls a graph": calls}
     if rivals:
-        if twin is not None:
-            compiled = torch.compile(twin, dynamic=False)
+        compiled = torch.compile(twin, dynamic=False)
+        try:
             row["reference compiled us"] = microseconds(lambda: compiled(*args), calls)
+        except RuntimeError as error:
+            # Inductor of torch 2.11 has no constants of e4m3.
+            print(f"{op}: the reference does not compile: {type(error).__name__}")
         if (torchao := torchao_function(op, args)) is not None:
             row["torchao us"] = microseconds(torchao, calls)
     return row
@@ -149,7 +149,7 @@ def main() -> None:
     options = parser.parse_args()
 
     copy, copied = benchlib.copy_function()
-    copy_rate = copied / microseconds(copy) / 1e6
+    copy_rate = copied / triton.testing.do_bench(copy, return_mode="median") / 1e9
     rows = [{"op": "copy", "GB/s": copy_rate * 1e3, "% of copy": 100.0}]
     for name in options.shapes:
         for m, k, e in ACTIVATIONS[name]:

@@ -62,40 +62,41 @@ class _Float8Experts(torch.autograd.Function):
             w13_q, w13_scale, w2_q, w2_scale, *kept_x = kept
         else:
             w1, w2, w3, *kept_x = kept
-            w13_q, w13_scale = ops.quantize_joint_weight_rowwise(w1.transpose(1, 2), w3.transpose(1, 2), pow2)
-            w2_q, w2_scale = ops.quantize_weight_rowwise(w2.transpose(1, 2), pow2)
+            _, _, w13_q, w13_scale = ops.quantize_joint_weight(w1.transpose(1, 2), w3.transpose(1, 2), pow2)
+            _, _, w2_q, w2_scale = ops.quantize_weight(w2.transpose(1, 2), pow2)
 
-        def product(a, b_t, scale_a, scale_b, dtype):
-            return ops.scaled_grouped_mm(a, b_t, scale_a, scale_b, offs, dtype, fast, gemm_backend)
+        def product(a, b_t, scale_a, scale_b, ends, dtype):
+            return ops.scaled_grouped_mm(a, b_t, scale_a, scale_b, ends, dtype, fast, gemm_backend)
 
         rowwise = recipe == "rowwise"
+        padded = ops.padded_offs(offs)
         if rowwise:
             grad_q, grad_scale, grad_q_col, grad_scale_col = ops.quantize_rowwise_and_colwise_per_group(
-                grad, offs, pow2
+                grad, offs, padded, pow2
             )
         else:
             grad_q, grad_scale = ops.quantize_rowwise(grad, pow2)
-        grad_h = product(grad_q, w2_q, grad_scale, w2_scale, torch.bfloat16)
+        grad_h = product(grad_q, w2_q, grad_scale, w2_scale, offs, torch.bfloat16)
         d_q, d_scale, h_q, h_scale = ops.swiglu_backward_quantize_rowwise(grad_h, gate_up, pow2)
 
         grad_x = grad_w1 = grad_w2 = grad_w3 = None
         if ctx.needs_input_grad[0]:
-            grad_x = product(d_q, w13_q, d_scale, w13_scale, x_dtype)
+            grad_x = product(d_q, w13_q, d_scale, w13_scale, offs, x_dtype)
         hidden_dim = h_q.shape[1]
         if rowwise:
             if ctx.needs_input_grad[2]:
-                h_q, h_scale = ops.requantize_colwise_per_group(h_q, h_scale, offs, pow2)
-                grad_w2 = product(grad_q_col.t(), h_q, grad_scale_col, h_scale, w2_dtype)
+                h_q, h_scale = ops.requantize_colwise_per_group(h_q, h_scale, offs, padded, pow2)
+                grad_w2 = product(grad_q_col.t(), h_q, grad_scale_col, h_scale, padded, w2_dtype)
             if ctx.needs_input_grad[1] or ctx.needs_input_grad[3]:
-                x_q, x_scale = ops.requantize_colwise_per_group(*kept_x, offs, pow2)
-                d_q, d_scale = ops.requantize_colwise_per_group(d_q, d_scale, offs, pow2)
+                x_q, x_scale = ops.requantize_colwise_per_group(*kept_x, offs, padded, pow2)
+                d_q, d_scale = ops.requantize_colwise_per_group(d_q, d_scale, offs, padded, pow2)
                 gate, up = (slice(None, hidden_dim), slice(hidden_dim, None))
                 if ctx.needs_input_grad[1]:
                     d_gate_scale = d_scale[:, gate].contiguous()
-                    grad_w1 = product(d_q.t()[gate], x_q, d_gate_scale, x_scale, w1_dtype)
+                    grad_w1 = product(d_q.t()[gate], x_q, d_gate_scale, x_scale, padded, w1_dtype)
                 if ctx.needs_input_grad[3]:
                     d_up_scale = d_scale[:, up].contiguous()
-                    grad_w3 = product(d_q.t()[up], x_q, d_up_scale, x_scale, w3_dtype)
+                    grad_w3 = product(d_q.t()[up], x_q, d_up_scale, x_scale, padded, w3_dtype)
         else:
             (x,) = kept_x
             d_gate, d_up, h = ops.swiglu_backward(grad_h, gate_up)

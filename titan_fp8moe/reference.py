@@ -7,7 +7,7 @@ to no group. A scale multiplies: ``x ≈ q.float() * scale``.
 
 import torch
 
-from titan_fp8moe.float8 import FP8_DTYPE, FP8_MAX, leading_dim, scale_from_amax
+from titan_fp8moe.float8 import FP8_DTYPE, FP8_MAX, leading_dim, padded_tokens, scale_from_amax
 
 
 def _divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -74,44 +74,57 @@ def quantize_rowwise_per_group(
     return q.t(), scale
 
 
-def rescale_colwise_per_group(
-    q: torch.Tensor, scale: torch.Tensor, scale_col: torch.Tensor, offs: torch.Tensor
-) -> torch.Tensor:
-    """Row-scaled ``q (M, K)`` with ``scale (M,)`` as column-scaled, column-major, for given ``scale_col (E, K)``."""
-    scale_col = _scale_of_row(scale_col, offs, q.shape[0])
+def _rescale(q: torch.Tensor, scale: torch.Tensor, new_scale: torch.Tensor) -> torch.Tensor:
     # Where the ratio of two scales passes 2**30, q is zero (its column's amax is at least its own magnitude): the
     # bound only keeps 0 * inf away.
-    ratio = (scale[:, None] / scale_col).clamp_max(2.0**30)
+    ratio = (scale / new_scale).clamp_max(2.0**30)
     # What was rounded up below the normal range of its row may pass 448 under its column's scale.
     rescaled = (q.float() * ratio).clamp(-FP8_MAX, FP8_MAX)
-    rescaled = torch.where(ratio.isnan(), torch.nan, rescaled).to(FP8_DTYPE)
-    return column_major(_zero_past_last_group(rescaled, offs))
+    return torch.where(ratio.isnan(), torch.nan, rescaled).to(FP8_DTYPE)
+
+
+def _pad_groups(q: torch.Tensor, offs: torch.Tensor, padded_offs: torch.Tensor) -> torch.Tensor:
+    """Rows of ``q (M, K)``, each group from its start in ``padded_offs`` on, column-major and zero elsewhere."""
+    m, k = q.shape
+    num_groups = offs.shape[0]
+    out = q.new_zeros((k, padded_tokens(m, num_groups) + 1), dtype=torch.uint8).t()
+    shift = torch.cat((offs.new_zeros(1), (padded_offs - offs)[:-1]))[:num_groups]
+    group = group_of_row(offs, m)
+    # Rows of no group to one row more, which is cut off.
+    target = torch.arange(m, device=q.device) + torch.cat((shift, shift.new_zeros(1)))[group]
+    target = torch.where(group < num_groups, target, out.shape[0] - 1)
+    out[target] = q.view(torch.uint8)
+    return out.view(q.dtype)[:-1].t().contiguous().t()
 
 
 def requantize_colwise_per_group(
     q: torch.Tensor,
     scale: torch.Tensor,
     offs: torch.Tensor,
+    padded_offs: torch.Tensor,
     round_scales_to_power_of_2: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dequantized = q.float() * scale[:, None]
     scale_col = scale_from_amax(_colwise_per_group_amax(dequantized, offs), round_scales_to_power_of_2)
+    scale_of_row = _scale_of_row(scale_col, offs, q.shape[0])
     if round_scales_to_power_of_2:
-        return rescale_colwise_per_group(q, scale, scale_col, offs), scale_col
-    q_col = _divide(dequantized, _scale_of_row(scale_col, offs, q.shape[0]))
-    return column_major(_zero_past_last_group(q_col, offs)), scale_col
+        q_col = _rescale(q, scale[:, None], scale_of_row)
+    else:
+        q_col = _divide(dequantized, scale_of_row)
+    return _pad_groups(q_col, offs, padded_offs), scale_col
 
 
 def quantize_rowwise_and_colwise_per_group(
-    x: torch.Tensor, offs: torch.Tensor, round_scales_to_power_of_2: bool = True
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    padded_offs: torch.Tensor,
+    round_scales_to_power_of_2: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     q, scale = quantize_rowwise(x, round_scales_to_power_of_2)
-    if round_scales_to_power_of_2:
-        scale_col = scale_from_amax(_colwise_per_group_amax(x, offs))
-        q_col = rescale_colwise_per_group(q, scale, scale_col, offs)
-    else:
-        q_col, scale_col = quantize_colwise_per_group(x, offs, round_scales_to_power_of_2)
-    return q, scale, q_col, scale_col
+    scale_col = scale_from_amax(_colwise_per_group_amax(x, offs), round_scales_to_power_of_2)
+    scale_of_row = _scale_of_row(scale_col, offs, x.shape[0])
+    q_col = _rescale(q, scale[:, None], scale_of_row) if round_scales_to_power_of_2 else _divide(x, scale_of_row)
+    return q, scale, _pad_groups(q_col, offs, padded_offs), scale_col
 
 
 def quantize_weight_colwise(
@@ -126,6 +139,16 @@ def quantize_weight_rowwise(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scale = scale_from_amax(_amax(w_t, 2), round_scales_to_power_of_2)
     return _divide(w_t, scale[:, :, None]).contiguous().transpose(1, 2), scale
+
+
+def quantize_weight(
+    w_t: torch.Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, scale = quantize_weight_colwise(w_t, round_scales_to_power_of_2)
+    q_row, scale_row = quantize_weight_rowwise(w_t, round_scales_to_power_of_2)
+    if round_scales_to_power_of_2:
+        q_row = _rescale(q, scale[:, None, :], scale_row[:, :, None]).contiguous().transpose(1, 2)
+    return q, scale, q_row, scale_row
 
 
 def _groups(offs: torch.Tensor, num_rows: int) -> list[tuple[int, int]]:

@@ -8,11 +8,13 @@ from titan_fp8moe.kernels.quantize_rowwise import (
     launch_rowwise_and_colwise_amax,
     quantize_rowwise,
 )
+from titan_fp8moe.kernels.rescale import rescale_colwise_per_group
 from titan_fp8moe.kernels.scale import (
     magnitude_bits,
     pack_e4m3,
     quantize,
     scale_from_amax_bits,
+    segment_of_padded_row,
     segment_of_row,
     update_amax,
 )
@@ -83,12 +85,9 @@ def _colwise_amax_kernel(
 
 
 @triton.jit
-def _column_scale(amax_ptr, scale_ptr, group, col, num_cols, stride_sg, POW2: tl.constexpr):
-    if amax_ptr is None:
-        return tl.load(scale_ptr + group * stride_sg + col, mask=col < num_cols, other=1.0)
-    else:
-        bits = tl.load(amax_ptr + group * num_cols + col, mask=col < num_cols, other=0)
-        return scale_from_amax_bits(bits, POW2)
+def _column_scale(amax_ptr, group, col, num_cols, POW2: tl.constexpr):
+    bits = tl.load(amax_ptr + group * num_cols + col, mask=col < num_cols, other=0)
+    return scale_from_amax_bits(bits, POW2)
 
 
 @triton.jit
@@ -105,15 +104,17 @@ def _quantized(x, row_scale_ptr, row, start, end, scale, other, POW2: tl.constex
     return tl.where(in_rows, quantize(x, scale, POW2), other)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_groups"])
+@triton.jit(do_not_specialize=["num_rows", "num_out_rows", "num_groups"])
 def _cast_colwise_kernel(
     x_ptr,
     row_scale_ptr,
     offs_ptr,
+    padded_offs_ptr,
     amax_ptr,
     scale_ptr,
     q_ptr,
     num_rows,
+    num_out_rows,
     num_cols,
     num_groups,
     stride_xb,
@@ -134,6 +135,9 @@ def _cast_colwise_kernel(
     col = tl.program_id(0) % num_col_blocks * BLOCK_K + tl.arange(0, BLOCK_K)
     start = row_block * BLOCK_M
     stop = tl.minimum(start + BLOCK_M, num_rows)
+    if padded_offs_ptr is not None:
+        # A block holds rows of one group only, and of x others than its own.
+        group, start, stop = segment_of_padded_row(offs_ptr, padded_offs_ptr, start, num_rows, num_groups, BLOCK_E)
     x_ptr += batch * stride_xb
     q_ptr += batch * stride_qb
     if PACK:
@@ -155,13 +159,14 @@ def _cast_colwise_kernel(
         x3 = _load_rows(x_ptrs, row + 3, num_rows, in_cols, stride_xm)
     else:
         x_ptrs += row.to(tl.int64) * stride_xm
-        whole = start + BLOCK_M <= num_rows
-        x = _load_whole_rows(x_ptrs, row < num_rows, in_cols, whole)
+        x = _load_whole_rows(x_ptrs, row < num_rows, in_cols, start + BLOCK_M <= num_rows)
     while start < stop:
-        group, end = segment_of_row(offs_ptr, start, stop, num_groups, BLOCK_E)
+        if padded_offs_ptr is None:
+            group, end = segment_of_row(offs_ptr, start, stop, num_groups, BLOCK_E)
+        else:
+            end = stop
         if group < num_groups:
-            g = batch + group
-            scale = _column_scale(amax_ptr, scale_ptr, g, cols, num_cols, stride_sg, POW2)
+            scale = _column_scale(amax_ptr, batch + group, cols, num_cols, POW2)
             if PACK:
                 q |= pack_e4m3(
                     _quantized(x, row_scale_ptr, row, start, end, scale, 0.0, POW2),
@@ -179,22 +184,21 @@ def _cast_colwise_kernel(
         word = row_block * (BLOCK_M // 4) + tl.arange(0, BLOCK_M // 4)[None, :]
         q_ptrs = q_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + word
         q_ptrs += col[:, None].to(tl.int64) * (stride_qk // 4)
-        tl.store(q_ptrs, tl.trans(q), mask=in_cols & (word < tl.cdiv(num_rows, 16) * 4))
+        tl.store(q_ptrs, tl.trans(q), mask=in_cols & (word < tl.cdiv(num_out_rows, 16) * 4))
     else:
-        q_ptrs = q_ptr + col[:, None].to(tl.int64) * stride_qk + row
+        out_row = row_block * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+        q_ptrs = q_ptr + col[:, None].to(tl.int64) * stride_qk + out_row
         q = q.to(q_ptr.dtype.element_ty)
-        if whole:
+        if row_block * BLOCK_M + BLOCK_M <= num_out_rows:
             tl.store(q_ptrs, q, mask=in_cols)
         else:
-            tl.store(q_ptrs, q, mask=in_cols & (row < num_rows))
+            tl.store(q_ptrs, q, mask=in_cols & (out_row < num_out_rows))
 
-    if amax_ptr is not None:
-        # Every group has its scale, the empty ones too: the row blocks share them out.
-        num_row_blocks = tl.num_programs(0) // num_col_blocks
-        for group in range(row_block, num_groups, num_row_blocks):
-            g = batch + group
-            scale = _column_scale(amax_ptr, scale_ptr, g, col, num_cols, stride_sg, POW2)
-            tl.store(scale_ptr + g * stride_sg + col, scale, mask=col < num_cols)
+    # Every group has its scale, the empty ones too: the row blocks share them out.
+    num_row_blocks = tl.num_programs(0) // num_col_blocks
+    for group in range(row_block, num_groups, num_row_blocks):
+        scale = _column_scale(amax_ptr, batch + group, col, num_cols, POW2)
+        tl.store(scale_ptr + (batch + group) * stride_sg + col, scale, mask=col < num_cols)
 
 
 def _launch_colwise_amax(stride_xm, stride_xk, itemsize):
@@ -246,28 +250,31 @@ def launch_colwise_amax(x, row_scale, offs, amax, sizes, x_strides):
     )
 
 
-def launch_cast_colwise(x, row_scale, offs, amax, scale, q, sizes, x_strides, stride_sg, q_strides, pow2):
-    """Cast ``x (B, M, K)`` to ``q``, contiguous along M, by the scales that ``amax`` gives.
-
-    The scales are written to ``scale (groups, K)``; with ``amax`` None they are read from it.
+def launch_cast_colwise(
+    x, row_scale, offs, padded_offs, amax, scale, q, sizes, num_out_rows, x_strides, stride_sg, q_strides, pow2
+):
+    """Cast ``x (B, M, K)`` to ``q``, contiguous along M, by the scales that ``amax`` gives, written to
+    ``scale (groups, K)``. With ``padded_offs`` each group starts there in ``q``, else where it does in ``x``.
     """
     num_batches, num_rows, num_cols = sizes
     num_groups = 1 if offs is None else offs.shape[0]
     block_m, block_k, pack, num_warps = _launch_cast_colwise(x_strides[1], x.itemsize, offs is not None)
     # The interpreter, which has no assembly, is given a wider q.
     pack = pack and q.itemsize == 1
-    if pack and any(stride % 16 for stride in q_strides):
+    if pack and q.numel() > 0 and any(stride % 16 for stride in q_strides):
         raise ValueError(f"q must be aligned to 16 bytes along each axis, got strides {q_strides}")
     # At least one row block: without tokens the scales are still due.
-    num_row_blocks = max(triton.cdiv(num_rows, block_m), 1)
+    num_row_blocks = max(triton.cdiv(num_out_rows, block_m), 1)
     _cast_colwise_kernel[(num_row_blocks * triton.cdiv(num_cols, block_k), num_batches)](
         x,
         row_scale,
         offs,
+        padded_offs,
         amax,
         scale,
         q,
         num_rows,
+        num_out_rows,
         num_cols,
         num_groups,
         *x_strides,
@@ -282,15 +289,17 @@ def launch_cast_colwise(x, row_scale, offs, amax, scale, q, sizes, x_strides, st
     )
 
 
-def _cast(x, row_scale, offs, amax, scale, q, pow2):
+def _cast(x, row_scale, offs, padded_offs, amax, scale, q, pow2):
     launch_cast_colwise(
         x,
         row_scale,
         offs,
+        padded_offs,
         amax,
         scale,
         q,
         (1, *x.shape),
+        q.shape[0],
         (0, *x.stride()),
         scale.stride(0),
         (0, q.stride(1)),
@@ -311,18 +320,20 @@ def quantize_colwise_per_group(x, offs, q, scale, amax, pow2):
         pow2: round scales up to powers of two.
     """
     launch_colwise_amax(x, None, offs, amax, (1, *x.shape), (0, *x.stride()))
-    _cast(x, None, offs, amax, scale, q, pow2)
+    _cast(x, None, offs, None, amax, scale, q, pow2)
 
 
-def quantize_rowwise_and_colwise_per_group(x, offs, q, scale, q_col, scale_col, amax, pow2):
-    """`quantize_rowwise` to ``q, scale`` and the colwise form per group to ``q_col, scale_col``.
+def quantize_rowwise_and_colwise_per_group(x, offs, padded_offs, q, scale, q_col, scale_col, amax, pow2):
+    """`quantize_rowwise` to ``q, scale``, and to ``q_col, scale_col`` the colwise form per group, padded.
 
     With ``pow2``, ``q_col`` is ``q`` moved to the scales of the columns, which differs from
     quantising ``x`` only where ``q`` has underflowed; without, it is quantised from ``x``.
 
     Args:
-        x, q, scale: as in `quantize_rowwise`.
-        offs, q_col, scale_col, amax, pow2: as in `quantize_colwise_per_group`.
+        x, scale: as in `quantize_rowwise`.
+        q: (M, K) e4m3, contiguous; written.
+        offs, amax, pow2: as in `quantize_colwise_per_group`.
+        padded_offs, q_col, scale_col: as in `rescale_colwise_per_group`.
     """
     sizes, x_strides = (1, *x.shape), (0, *x.stride())
     if x.stride(1) == 1 and x.shape[1] <= MAX_ROW:
@@ -331,28 +342,22 @@ def quantize_rowwise_and_colwise_per_group(x, offs, q, scale, q_col, scale_col, 
         quantize_rowwise(x, q, scale, pow2)
         launch_colwise_amax(x, None, offs, amax, sizes, x_strides)
     if pow2:
-        _cast(q, scale, offs, amax, scale_col, q_col, pow2)
+        rescale_colwise_per_group(q, scale, offs, padded_offs, amax, q_col, scale_col)
     else:
-        _cast(x, None, offs, amax, scale_col, q_col, pow2)
+        _cast(x, None, offs, padded_offs, amax, scale_col, q_col, pow2)
 
 
-def requantize_colwise_per_group(q, scale, offs, q_col, scale_col, amax, pow2):
-    """Row-scaled fp8 -> column-scaled fp8, the scales from the amax of the dequantised values.
+def requantize_colwise_per_group(q, scale, offs, padded_offs, q_col, scale_col, amax, pow2):
+    """Row-scaled fp8 -> column-scaled fp8, padded, the scales from the amax of the dequantised values.
 
     Args:
-        q: (M, K) e4m3, any strides; fastest with contiguous rows.
+        q: (M, K) e4m3, contiguous rows; address, stride and K multiples of 16.
         scale: (M,) float32, contiguous; powers of two with ``pow2``.
-        offs, q_col, scale_col, amax, pow2: as in `quantize_colwise_per_group`.
+        offs, amax, pow2: as in `quantize_colwise_per_group`.
+        padded_offs, q_col, scale_col: as in `rescale_colwise_per_group`.
     """
     launch_colwise_amax(q, scale, offs, amax, (1, *q.shape), (0, *q.stride()))
-    _cast(q, scale, offs, amax, scale_col, q_col, pow2)
-
-
-def rescale_colwise_per_group(q, scale, scale_col, offs, q_col):
-    """Row-scaled fp8 -> column-scaled fp8 for given ``scale_col (E, K)``; all powers of two.
-
-    A value that rounding to ``q`` has lifted past 448 times its column's scale becomes 448.
-
-    Args: as in `requantize_colwise_per_group`, ``scale_col`` read.
-    """
-    _cast(q, scale, offs, None, scale_col, q_col, True)
+    if pow2:
+        rescale_colwise_per_group(q, scale, offs, padded_offs, amax, q_col, scale_col)
+    else:
+        _cast(q, scale, offs, padded_offs, amax, scale_col, q_col, pow2)

@@ -6,83 +6,79 @@ from titan_fp8moe.kernels.quantize_rowwise import (
     launch_rowwise,
     launch_rowwise_and_colwise_amax,
 )
+from titan_fp8moe.kernels.rescale import rescale_weight
 
 
-def _amax(w, q, scale, amax, pow2):
-    # Rows in place, and the amax of the columns, from one read where both are wanted.
-    sizes, w_strides = w.shape, w.stride()
-    if q is not None:
-        q_strides = q.stride()[:2]
-        if amax is not None and w.stride(2) == 1 and w.shape[2] <= MAX_ROW:
-            launch_rowwise_and_colwise_amax(w, None, q, scale, amax, sizes, w_strides, q_strides, scale.stride(0), pow2)
-            return
-        launch_rowwise(w, q, scale, sizes, w_strides, q_strides, scale.stride(0), pow2)
-    if amax is not None:
-        launch_colwise_amax(w, None, None, amax, sizes, w_strides)
+def _quantize_rows(w, q, scale, pow2):
+    launch_rowwise(w, q, scale, w.shape, w.stride(), q.stride()[:2], scale.stride(0), pow2)
 
 
-def _cast(w, q, scale, amax, pow2):
+def _quantize_columns(w, q, scale, amax, pow2):
+    num_rows = w.shape[1]
+    q_strides = (q.stride(0), q.stride(2))
     launch_cast_colwise(
-        w,
-        None,
-        None,
-        amax,
-        scale,
-        q,
-        w.shape,
-        w.stride(),
-        scale.stride(0),
-        (q.stride(0), q.stride(2)),
-        pow2,
+        w, None, None, None, amax, scale, q, w.shape, num_rows, w.stride(), scale.stride(0), q_strides, pow2
     )
 
 
-def quantize_weight(w_t, q_colwise, scale_colwise, q_rowwise, scale_rowwise, amax, pow2):
-    """Quantise expert weights for the forward GEMM, for dgrad, or for both.
-
-    Outputs may be views of larger buffers, as long as the axis named contiguous is. Either pair of
-    outputs may be None.
+def quantize_weight_colwise(w_t, q, scale, amax, pow2):
+    """Quantise expert weights for the forward GEMM, one scale a column.
 
     Args:
-        w_t: (E, K, N) bf16 or float32, any strides, K and N divisible by 16; fast if K or N is
-            contiguous.
-        q_colwise: (E, K, N) e4m3, contiguous along K; written, one scale for each (e, n).
-        scale_colwise: (E, N) float32, contiguous along N; written.
-        q_rowwise: (E, N, K) e4m3, contiguous along N; written, one scale for each (e, k).
-        scale_rowwise: (E, K) float32, contiguous along K; written.
-        amax: int32 workspace of E * max(K, N) elements, **zero on entry**. May be None if K is
-            contiguous in w_t and q_rowwise is None, or N is and q_colwise is None.
+        w_t: (E, K, N) bf16 or float32, any strides, K and N divisible by 16; fast if K or N is contiguous.
+        q: (E, K, N) e4m3, contiguous along K, may be a view of a larger buffer; written.
+        scale: (E, N) float32, contiguous along N; written.
+        amax: (E, N) int32 workspace, contiguous, **zero on entry**; used if N is contiguous in w_t.
         pow2: round scales up to powers of two.
     """
     if w_t.stride(2) == 1 and w_t.stride(1) != 1:
-        # Rows of the memory are the (e, k); the form with one scale each needs no transposition.
-        w, rows, columns = w_t, (q_rowwise, scale_rowwise), (q_colwise, scale_colwise)
+        launch_colwise_amax(w_t, None, None, amax, w_t.shape, w_t.stride())
+        _quantize_columns(w_t, q, scale, amax, pow2)
     else:
-        w = w_t.transpose(1, 2)
-        rows, columns = (q_colwise, scale_colwise), (q_rowwise, scale_rowwise)
-    q_rows = None if rows[0] is None else rows[0].transpose(1, 2)
-    if columns[0] is None:
-        _amax(w, q_rows, rows[1], None, pow2)
-        return
-    _amax(w, q_rows, rows[1], amax, pow2)
-    _cast(w, columns[0], columns[1], amax, pow2)
+        _quantize_rows(w_t.transpose(1, 2), q.transpose(1, 2), scale, pow2)
 
 
-def quantize_joint_weight(w1_t, w3_t, q_colwise, scale_colwise, q_rowwise, scale_rowwise, amax, pow2):
-    """`quantize_weight` of ``w1_t (E, K, N1)`` and ``w3_t (E, K, N3)`` side by side along N.
+def quantize_weight_rowwise(w_t, q, scale, amax, pow2):
+    """Quantise expert weights for dgrad, one scale a row, and transpose them.
 
-    Args: as in `quantize_weight` with N = N1 + N3, each divisible by 16, and amax of E * K elements: the outputs are
-    those of the concatenation, which is never made. Fast if K is contiguous.
+    Args: as in `quantize_weight_colwise` with K and N exchanged, q (E, N, K).
     """
-    num_cols = w1_t.shape[2]
+    quantize_weight_colwise(w_t.transpose(1, 2), q, scale, amax, pow2)
+
+
+def quantize_weight(weights, q_colwise, scale_colwise, q_rowwise, scale_rowwise, amax, pow2):
+    """Quantise expert weights, side by side along N, for both GEMMs from one read of each.
+
+    With ``pow2``, ``q_rowwise`` is ``q_colwise`` moved to the scales of the rows, which differs from quantising the
+    weights only where ``q_colwise`` has underflowed; without, it is quantised from them, which reads them again.
+
+    Args:
+        weights: of (E, K, N_i) bf16 or float32, any strides, K and N_i divisible by 16; fast if K is contiguous. They
+            are never concatenated.
+        q_colwise: (E, K, N) e4m3, contiguous; N is the sum of the N_i; written.
+        scale_colwise: (E, N) float32, contiguous; written.
+        q_rowwise: (E, N, K) e4m3, contiguous along N, other strides multiples of 16; written.
+        scale_rowwise: (E, K) float32, contiguous; written.
+        amax: (E, K) int32 workspace, contiguous, **zero on entry**.
+        pow2: round scales up to powers of two.
+    """
+    start = 0
     parts = []
-    for w_t, part in ((w1_t, slice(None, num_cols)), (w3_t, slice(num_cols, None))):
-        q_rows = None if q_colwise is None else q_colwise[:, :, part].transpose(1, 2)
-        scale_rows = None if q_colwise is None else scale_colwise[:, part]
-        q_columns = None if q_rowwise is None else q_rowwise[:, part]
-        parts.append((w_t.transpose(1, 2), q_rows, scale_rows, q_columns))
-    for w, q_rows, scale_rows, q_columns in parts:
-        _amax(w, q_rows, scale_rows, None if q_columns is None else amax, pow2)
-    for w, _, _, q_columns in parts:
-        if q_columns is not None:
-            _cast(w, q_columns, scale_rowwise, amax, pow2)
+    for w_t in weights:
+        parts.append((w_t.transpose(1, 2), slice(start, start + w_t.shape[2])))
+        start += w_t.shape[2]
+    q_rows = q_colwise.transpose(1, 2)
+    for w, part in parts:
+        q, scale = q_rows[:, part], scale_colwise[:, part]
+        if w.stride(2) == 1 and w.shape[2] <= MAX_ROW:
+            launch_rowwise_and_colwise_amax(
+                w, None, q, scale, amax, w.shape, w.stride(), q.stride()[:2], scale.stride(0), pow2
+            )
+        else:
+            _quantize_rows(w, q, scale, pow2)
+            launch_colwise_amax(w, None, None, amax, w.shape, w.stride())
+    if pow2:
+        rescale_weight(q_rows, scale_colwise, amax, q_rowwise, scale_rowwise)
+    else:
+        for w, part in parts:
+            _quantize_columns(w, q_rowwise[:, part], scale_rowwise, amax, pow2)

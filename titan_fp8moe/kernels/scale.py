@@ -85,6 +85,30 @@ def segment_of_row(offs_ptr, row, stop, num_groups, BLOCK_E: tl.constexpr):
 
 
 @triton.jit
+def segment_of_padded_row(offs_ptr, padded_offs_ptr, row, num_rows, num_groups, BLOCK_E: tl.constexpr):
+    """The group of a ``row`` of the layout in which groups start at multiples of a tile, where in x that row is, and
+    the end of the group's rows there.
+
+    The group is num_groups past the last one, and 0 if ``offs_ptr`` is None. Whatever the offsets hold, the rows from
+    the second value to the third are within x.
+    """
+    if offs_ptr is None:
+        group = 0
+        first = row
+        end = num_rows
+    else:
+        e = tl.arange(0, BLOCK_E)
+        ends = tl.load(padded_offs_ptr + e, mask=e < num_groups, other=2147483647)
+        group = tl.sum((ends <= row).to(tl.int32), 0)
+        previous = group - 1
+        start = tl.load(offs_ptr + previous, mask=previous >= 0, other=0)
+        padded_start = tl.load(padded_offs_ptr + previous, mask=previous >= 0, other=0)
+        end = tl.minimum(tl.load(offs_ptr + group, mask=group < num_groups, other=0), num_rows)
+        first = tl.minimum(tl.maximum(start, 0), num_rows) + row - tl.minimum(tl.maximum(padded_start, 0), row)
+    return group, first, end
+
+
+@triton.jit
 def update_amax(amax_ptrs, bits, mask):
     """`atomic_max` of ``bits``, of the few only that exceed what a plain load sees.
 

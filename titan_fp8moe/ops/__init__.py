@@ -9,6 +9,7 @@ offsets of the token groups, ``offs[-1] <= M``; it is not read on the host outsi
 ``offs[-1]`` belong to no group. A scale is float32 and multiplies: ``x ≈ q.float() * scale``.
 """
 
+from titan_fp8moe.float8 import padded_offs
 from titan_fp8moe.ops.grouped_gemm import (
     GEMM_BACKENDS,
     grouped_mm_wgrad,
@@ -26,7 +27,6 @@ from titan_fp8moe.ops.quantize import (
 from titan_fp8moe.ops.quantize_weight import (
     quantize_joint_weight,
     quantize_joint_weight_colwise,
-    quantize_joint_weight_rowwise,
     quantize_weight,
     quantize_weight_colwise,
     quantize_weight_rowwise,
@@ -41,10 +41,10 @@ __all__ = [
     "GEMM_BACKENDS",
     "Operator",
     "grouped_mm_wgrad",
+    "padded_offs",
     "quantize_colwise_per_group",
     "quantize_joint_weight",
     "quantize_joint_weight_colwise",
-    "quantize_joint_weight_rowwise",
     "quantize_rowwise",
     "quantize_rowwise_and_colwise_per_group",
     "quantize_rowwise_per_group",

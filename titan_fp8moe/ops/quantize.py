@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import reference
-from titan_fp8moe.float8 import is_hopper
+from titan_fp8moe.float8 import ALIGNMENT, is_hopper, padded_tokens
 from titan_fp8moe.kernels import quantize_per_group as kernels
 from titan_fp8moe.kernels import quantize_rowwise as rowwise_kernels
 from titan_fp8moe.ops.checks import (
@@ -115,7 +115,7 @@ def _(x_t: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tup
 
 @Operator
 def quantize_rowwise_and_colwise_per_group(
-    x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True
+    x: Tensor, offs: Tensor, padded_offs: Tensor, round_scales_to_power_of_2: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Both forms of one tensor, as an output gradient needs them: rowwise for dgrad, colwise per group for wgrad.
 
@@ -125,48 +125,64 @@ def quantize_rowwise_and_colwise_per_group(
     Args:
         x: ``(M, K)`` bf16 or fp32, any strides; groups are ranges of rows.
         offs: ``(E,)``.
+        padded_offs: ``(E,)``, of `titan_fp8moe.float8.padded_offs`: where the groups end in the second form.
         round_scales_to_power_of_2: see `scale_from_amax`.
 
     Returns:
-        q and scale of `quantize_rowwise`, then q and scale in the layout of `quantize_colwise_per_group`.
+        q and scale of `quantize_rowwise`, then q ``(P, K)`` column-major, P of `titan_fp8moe.float8.padded_tokens`,
+        zeros between the groups, and scale ``(E, K)``: operands of `scaled_grouped_mm` with ``padded_offs``.
     """
+    _check_padded(x, offs, padded_offs)
     check_activation("x", x)
-    check_offs(offs, x)
     if x.numel() == 0 or offs.numel() == 0 or not is_hopper(x.device):
-        return reference.quantize_rowwise_and_colwise_per_group(x, offs, round_scales_to_power_of_2)
+        return reference.quantize_rowwise_and_colwise_per_group(x, offs, padded_offs, round_scales_to_power_of_2)
     (m, k), num_groups = x.shape, offs.shape[0]
     q, scale = empty_fp8(x, m, k), empty_scale(x, m)
-    q_col, scale_col = empty_column_major(x, m, k), empty_scale(x, num_groups, k)
+    q_col, scale_col = _empty_padded(x, num_groups), empty_scale(x, num_groups, k)
+    amax = zero_amax(x, num_groups, k)
     with torch.cuda.device(x.device):
         kernels.quantize_rowwise_and_colwise_per_group(
-            x, offs, q, scale, q_col, scale_col, zero_amax(x, num_groups, k), round_scales_to_power_of_2
+            x, offs, padded_offs, q, scale, q_col, scale_col, amax, round_scales_to_power_of_2
         )
     return q, scale, q_col, scale_col
 
 
-@quantize_rowwise_and_colwise_per_group.register_fake
-def _(x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_activation("x", x)
+def _check_padded(x: Tensor, offs: Tensor, padded_offs: Tensor) -> None:
     check_offs(offs, x)
+    check_offs(padded_offs, x)
+    if padded_offs.shape != offs.shape:
+        raise ValueError(
+            f"padded_offs must be padded_offs(offs) of titan_fp8moe.float8, got shape {tuple(padded_offs.shape)} for "
+            f"offs of shape {tuple(offs.shape)}"
+        )
+
+
+def _empty_padded(x: Tensor, num_groups: int) -> Tensor:
     m, k = x.shape
-    return (
-        empty_fp8(x, m, k),
-        empty_scale(x, m),
-        empty_column_major(x, m, k),
-        empty_scale(x, offs.shape[0], k),
-    )
+    return empty_fp8(x, k, padded_tokens(m, num_groups)).t()
 
 
-def _check_requantize(q: Tensor, scale: Tensor, offs: Tensor) -> None:
+@quantize_rowwise_and_colwise_per_group.register_fake
+def _(
+    x: Tensor, offs: Tensor, padded_offs: Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_padded(x, offs, padded_offs)
+    check_activation("x", x)
+    m, k = x.shape
+    num_groups = offs.shape[0]
+    return empty_fp8(x, m, k), empty_scale(x, m), _empty_padded(x, num_groups), empty_scale(x, num_groups, k)
+
+
+def _check_requantize(q: Tensor, scale: Tensor, offs: Tensor, padded_offs: Tensor) -> None:
     check_fp8("q", q, 2)
     check_multiple_of_16(K=q.shape[1])
-    check_offs(offs, q)
+    _check_padded(q, offs, padded_offs)
     check_scale("scale", scale, (q.shape[0],), q)
 
 
 @Operator
 def requantize_colwise_per_group(
-    q: Tensor, scale: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True
+    q: Tensor, scale: Tensor, offs: Tensor, padded_offs: Tensor, round_scales_to_power_of_2: bool = True
 ) -> tuple[Tensor, Tensor]:
     """A row-scaled FP8 tensor as a column-scaled one, so that no bf16 original has to be kept for a weight gradient.
 
@@ -174,28 +190,33 @@ def requantize_colwise_per_group(
     dequantised and quantised again, which rounds twice.
 
     Args:
-        q: ``(M, K)`` e4m3 row-major.
+        q: ``(M, K)`` e4m3 row-major; copied first if its address or stride is no multiple of 16.
         scale: ``(M,)``.
-        offs: ``(E,)``.
+        offs, padded_offs: as in `quantize_rowwise_and_colwise_per_group`.
         round_scales_to_power_of_2: of the new scales; pass what ``scale`` was made with.
 
     Returns:
-        q and scale in the layout of `quantize_colwise_per_group`.
+        The second q and scale of `quantize_rowwise_and_colwise_per_group`.
     """
-    _check_requantize(q, scale, offs)
+    _check_requantize(q, scale, offs, padded_offs)
     if q.numel() == 0 or offs.numel() == 0 or not is_hopper(q.device):
-        return reference.requantize_colwise_per_group(q, scale, offs, round_scales_to_power_of_2)
-    (m, k), num_groups = q.shape, offs.shape[0]
-    q_col, scale_col = empty_column_major(q, m, k), empty_scale(q, num_groups, k)
+        return reference.requantize_colwise_per_group(q, scale, offs, padded_offs, round_scales_to_power_of_2)
+    if q.stride(1) != 1 or q.stride(0) % ALIGNMENT or q.data_ptr() % ALIGNMENT:
+        q = q.clone(memory_format=torch.contiguous_format)
+    k, num_groups = q.shape[1], offs.shape[0]
+    q_col, scale_col = _empty_padded(q, num_groups), empty_scale(q, num_groups, k)
+    amax = zero_amax(q, num_groups, k)
     with torch.cuda.device(q.device):
         kernels.requantize_colwise_per_group(
-            q, scale, offs, q_col, scale_col, zero_amax(q, num_groups, k), round_scales_to_power_of_2
+            q, scale, offs, padded_offs, q_col, scale_col, amax, round_scales_to_power_of_2
         )
     return q_col, scale_col
 
 
 @requantize_colwise_per_group.register_fake
-def _(q: Tensor, scale: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
-    _check_requantize(q, scale, offs)
-    m, k = q.shape
-    return empty_column_major(q, m, k), empty_scale(q, offs.shape[0], k)
+def _(
+    q: Tensor, scale: Tensor, offs: Tensor, padded_offs: Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[Tensor, Tensor]:
+    _check_requantize(q, scale, offs, padded_offs)
+    num_groups = offs.shape[0]
+    return _empty_padded(q, num_groups), empty_scale(q, num_groups, q.shape[1])
