@@ -31,7 +31,7 @@ RECIPES = ["rowwise", "rowwise_with_gw_hp"]
 FLOOR = 0.002
 HELD_OUT = 20
 LOG_EVERY = 10
-LEARNER = {  # 257 million parameters, 45 million of them active
+LEARNER = {  # 258 million parameters, 46 million of them active
     "base": "debugmodel",
     "model": {
         "dim": 768,

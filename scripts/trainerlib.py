@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
@@ -243,17 +242,19 @@ def train(run: Run, out: Path, timeout_s: float) -> Result:
     print(f"{run.name}: {shlex.join(command)}", file=sys.stderr, flush=True)
     log = folder / "log"
     with open(log, "w") as stream:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=stream, stderr=stream, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stream, stderr=stream)
         try:
             status: int | str = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            status = f"no end after {timeout_s:.0f} s"
+            status = f"no end after {timeout_s:g} s"
         finally:
-            # Ranks and compile workers too, whatever ended this.
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            # Asked first: torchrun then ends its ranks. Not a session of its own, so that what ends this script from
+            # outside, by its process group, ends the training too.
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
                 process.wait()
     if status != 0:
         end = "".join(log.read_text().splitlines(keepends=True)[-25:])

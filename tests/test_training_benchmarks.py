@@ -1,5 +1,6 @@
 """The benchmarks that train: their runs on a CPU, and how they judge what runs recorded."""
 
+import csv
 import importlib.metadata
 import json
 import math
@@ -21,6 +22,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import bench_llama4  # noqa: E402
 import bench_multi_gpu  # noqa: E402
+import benchlib  # noqa: E402
 import compare_loss  # noqa: E402
 import train_measured  # noqa: E402
 import trainerlib  # noqa: E402
@@ -142,6 +144,13 @@ def test_a_run_that_fails_says_so_and_is_not_finished(tmp_path):
     assert not (run.folder(tmp_path) / "finished").exists()
 
 
+def test_a_run_that_takes_too_long_is_ended(tmp_path):
+    run = Run("slow", trainerlib.TINY, [])
+    with pytest.raises(RuntimeError, match=r"slow failed \(no end after 0.5 s\)"):
+        trainerlib.train(run, tmp_path, timeout_s=0.5)
+    assert not (run.folder(tmp_path) / "finished").exists()
+
+
 def test_first_steps_and_the_profiled_one_are_in_no_median():
     rates = [1, 2, 3, 4, 5, 100, 101, 150, 7]
     steps = {i + 1: {trainerlib.TOKENS_PER_S: rate} for i, rate in enumerate(rates)}
@@ -255,6 +264,45 @@ def test_curves_have_a_row_a_logged_step():
         {"step": 10, "train/bf16, seed 0": 4.12346, "val/bf16, seed 0": ""},
         {"step": 20, "train/bf16, seed 0": 3.0, "val/bf16, seed 0": 3.1},
     ]
+
+
+@pytest.fixture
+def reported_curves(monkeypatch, tmp_path) -> list[dict[str, str]]:
+    """Rows of a loss_curves.csv of two runs, as read back."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(benchlib, "environment", lambda: {"gpu": "none", "torch": "2", "triton": "3", "date": "today"})
+    monkeypatch.setattr(benchlib, "RESULTS", tmp_path / "results")
+    losses = {1: 8.0, 10: 5.0, 20: 4.0}
+    results = {
+        "bf16, seed 0": result_of(losses, {1: 7.9, 20: 4.1}),
+        "rowwise": result_of(losses, {1: 7.9, 20: 4.2}),
+    }
+    trainerlib.report({"loss_curves.csv": compare_loss.curves(results)})
+    with open(tmp_path / "results" / "loss_curves.csv", newline="") as f:
+        return list(csv.DictReader(f))
+
+
+def test_curves_are_written_and_read_back(reported_curves):
+    assert [row["step"] for row in reported_curves] == ["1", "10", "20"]
+    assert [row["val/bf16, seed 0"] for row in reported_curves] == ["7.9", "", "4.1"]
+    assert all(row["gpu"] == "none" for row in reported_curves)
+
+
+def test_curves_are_drawn(reported_curves):
+    pytest.importorskip("matplotlib")
+    import plot
+
+    training, validation, difference = plot.plot_loss_curves(reported_curves).axes
+    assert [list(line.get_ydata()) for line in training.lines] == [[8.0, 5.0, 4.0]] * 2
+    assert [list(line.get_ydata()) for line in validation.lines] == [[7.9, 4.1], [7.9, 4.2]]
+    assert list(difference.lines[1].get_ydata()) == pytest.approx([0, 0.1])
+
+
+def test_nothing_is_written_without_a_gpu(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(benchlib, "RESULTS", tmp_path / "results")
+    trainerlib.report({"llama4.csv": [{"tokens_per_s": 1}]})
+    assert "no GPU" in capsys.readouterr().out and not (tmp_path / "results").exists()
 
 
 def test_no_document_is_both_trained_on_and_held_out(tmp_path):
