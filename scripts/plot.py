@@ -96,10 +96,40 @@ def plot_moe_layer(rows: Rows) -> plt.Figure:
     return figure
 
 
+def plot_loss_curves(rows: Rows) -> plt.Figure:
+    """Training and validation loss over steps, and how far each validation is from the first bf16 run's."""
+
+    def curve(column: str) -> dict[int, float]:
+        return {int(row["step"]): float(row[column]) for row in rows if row[column]}
+
+    names = [column.removeprefix("train/") for column in rows[0] if column.startswith("train/")]
+    validations = {name: curve(f"val/{name}") for name in names}
+    control = validations[names[0]]
+    figure, axes = plt.subplots(1, 3, figsize=(18, 5))
+    for color, name in enumerate(names):
+        train, style = curve(f"train/{name}"), "--" if name.startswith("bf16") else "-"
+        axes[0].plot(train.keys(), train.values(), style, color=f"C{color}", linewidth=0.8, label=name)
+        axes[1].plot(validations[name].keys(), validations[name].values(), style, color=f"C{color}", label=name)
+        difference = {step: loss - control[step] for step, loss in validations[name].items()}
+        axes[2].plot(difference.keys(), difference.values(), style, color=f"C{color}", marker=".", label=name)
+    titles = ("training loss, of one batch", "validation loss", f"validation loss less that of {names[0]}")
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    # At the first steps, from other initial weights, seeds are far apart, and nothing else would be seen.
+    later = [abs(v[step] - control[step]) for v in validations.values() for step in v if step > max(control) / 10]
+    if any(later):
+        axes[2].set_ylim(-1.1 * max(later), 1.1 * max(later))
+    return figure
+
+
 PLOTS: dict[str, Callable[[Rows], plt.Figure]] = {
     "kernels.csv": plot_kernels,
     "grouped_mm.csv": plot_grouped_mm,
     "moe_layer.csv": plot_moe_layer,
+    "loss_curves.csv": plot_loss_curves,
 }
 
 
