@@ -316,6 +316,9 @@ WRONG_VALUES = [
     ("gemm_backend", "reference", ValueError, "got 'reference'"),
     ("emulate", "false", TypeError, "must be of type bool, got 'false' of type str"),
     ("emulate", 0, TypeError, "must be of type bool, got 0 of type int"),
+    ("log_numerics_freq", -1, ValueError, "must be 0 (never) or a number of steps, got -1"),
+    ("log_numerics_freq", 10.0, TypeError, "must be of type int, got 10.0 of type float"),
+    ("log_numerics_freq", True, TypeError, "must be of type int, got True of type bool"),
 ]
 
 

@@ -24,6 +24,7 @@ round_scales_to_power_of_2 = false
 fast_accum = "forward"
 gemm_backend = "torch"
 emulate = true
+log_numerics_freq = 10
 """
 EVERY_VALUE = FP8MoE(
     recipe="rowwise_with_gw_hp",
@@ -34,6 +35,7 @@ EVERY_VALUE = FP8MoE(
     fast_accum="forward",
     gemm_backend="torch",
     emulate=True,
+    log_numerics_freq=10,
 )
 
 
@@ -65,6 +67,7 @@ def test_every_key_is_optional(parse, section):
         "fast_accum": "all",
         "gemm_backend": "auto",
         "emulate": False,
+        "log_numerics_freq": 0,
     }
     assert dataclasses.asdict(converter.read_config(parse(CONFIG_MODULE + section))) == expected
 
@@ -98,6 +101,7 @@ def test_the_section_is_added_and_nothing_else_changes(parse):
         (["--fp8moe.fast_accum", "none"], {"fast_accum": "none"}),
         (["--fp8moe.gemm_backend=torch"], {"gemm_backend": "torch"}),
         (["--fp8moe.emulate"], {"emulate": True}),
+        (["--fp8moe.log_numerics_freq=10"], {"log_numerics_freq": 10}),
         (["--fp8moe.no_round_scales_to_power_of_2"], {"round_scales_to_power_of_2": False}),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

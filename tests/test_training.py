@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.checkpoint import FileSystemReader
 
 from titan_fp8moe import FP8MoE, converter
@@ -192,6 +193,58 @@ def test_losses_are_those_of_the_plain_eager_run(variants, name):
 def test_recomputation_changes_nothing(variants, name, without):
     assert variants[name].losses == variants[without].losses
     assert variants[name].grad_norms == variants[without].grad_norms
+
+
+# ---- numerics log ----------------------------------------------------------------------------------------------------
+
+LOG_NUMERICS = ["--fp8moe.log_numerics_freq=2", "--metrics.enable_tensorboard"]
+LOGGED_STEPS = [1, 2]  # of three: the first, and those that 2 divides
+EXPERTS = ["layers.1.moe.experts", "layers.3.moe.experts", "layers.5.moe.experts"]
+
+
+def tensorboard_scalars(folder: Path) -> dict[str, dict[int, float]]:
+    """Of a run's one TensorBoard folder: tag -> step -> value."""
+    (run,) = (folder / "tb").iterdir()
+    events = EventAccumulator(str(run))
+    events.Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def assert_numerics_logged(run: Run, scalars: dict[str, dict[int, float]]) -> None:
+    lines = re.findall(r"fp8moe: step (\d+)  (\S+)  output SQNR (\S+) dB  underflow x .* grad .*row amax x ", run.log)
+    assert [(int(step), fqn) for step, fqn, _ in lines] == [(step, fqn) for step in LOGGED_STEPS for fqn in EXPERTS]
+    for step, fqn, sqnr_db in lines:
+        value = scalars[f"fp8moe/{fqn}/output_sqnr_db"][int(step)]
+        assert value == pytest.approx(float(sqnr_db), abs=0.006)
+        # e4m3 operands give some 23.6 dB on the random weights of the first step, and more on what they become.
+        assert 22 < value < (25 if step == "1" else 50)
+    for fqn in EXPERTS:
+        for operand in ("x", "w1", "w2", "w3", "grad"):
+            for name in ("underflow", "amax_min", "amax_max"):
+                assert list(scalars[f"fp8moe/{fqn}/{operand}_{name}"]) == LOGGED_STEPS
+    # Beside torchtitan's own.
+    assert list(scalars["loss_metrics/global_avg_loss"]) == [1, 2, 3]
+
+
+def test_numerics_log_under_compile_and_selective_checkpointing(train, variants, tmp_path):
+    flags = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"]
+    flags += ["--compile.enable", f"--compile.backend={'inductor' if ON_GPU else 'aot_eager'}"]
+    (run,) = train([FP8, *SHORT, *flags, *LOG_NUMERICS], folders=[tmp_path])
+    assert_trained(run, range(1, 4))
+    assert_numerics_logged(run, tensorboard_scalars(tmp_path))
+    # Measuring changes nothing.
+    unmeasured = variants["selective checkpointing, compiled"]
+    assert_close(run.losses, unmeasured.losses, SHORT_TOLERANCE if ON_GPU else 0, range(1, 4))
+    assert_close(run.grad_norms, unmeasured.grad_norms, 3 * SHORT_TOLERANCE if ON_GPU else 0, range(1, 4))
+    assert "output SQNR" not in unmeasured.log
+
+
+@two_processes
+def test_numerics_log_under_expert_parallelism(train, tmp_path):
+    flags = ["--parallelism.expert_parallel_degree=2"]
+    (run,) = train([FP8, *SHORT, *flags, *LOG_NUMERICS], num_processes=2, folders=[tmp_path])
+    assert_trained(run, range(1, 4))
+    assert_numerics_logged(run, tensorboard_scalars(tmp_path))
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""``python -m titan_fp8moe``: is this machine ready? ``python -m titan_fp8moe check FILE.toml``: is this TOML?"""
+"""``python -m titan_fp8moe``: is this machine ready? ``check FILE.toml``: is this TOML? ``init DIR``: begin here."""
 
 import argparse
 import copy
@@ -8,8 +8,11 @@ import json
 import math
 import os
 import platform
+import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 import torchtitan.components.quantization  # noqa: F401  (registers torchtitan's own converters)
@@ -244,22 +247,72 @@ def check(toml: str, flags: list[str]) -> int:
     return 0
 
 
+# ---- init ------------------------------------------------------------------------------------------------------------
+
+ASSETS_IN_REPOSITORY = "tests/assets"
+DEBUG_TOML = "llama4_debug_fp8moe.toml"
+
+
+def _shipped_files() -> tuple[Path, Path]:
+    """The folders of TOMLs and of assets: in the installed package, or in the repository it runs from."""
+    package = Path(titan_fp8moe.__file__).parent
+    if (package / "assets").is_dir():
+        return package / "train_configs", package / "assets"
+    return package.parent / "train_configs", package.parent / ASSETS_IN_REPOSITORY
+
+
+def init(folder: str) -> int:
+    """Write the TOMLs, and the tokenizer and corpus of the debug ones, into ``folder``; print how to train; 0 or 1."""
+    target = Path(folder)
+    configs, assets = _shipped_files()
+    sources = {toml.name: toml for toml in sorted(configs.glob("*.toml"))}
+    sources |= {f"assets/{f.relative_to(assets)}": f for f in sorted(assets.glob("*/*.json*"))}
+    try:
+        existing = [name for name in sources if os.path.lexists(target / name)]
+        if existing:
+            raise Refusal(
+                f"{', '.join(existing)} already there, and nothing is overwritten; name an empty or a new directory"
+            )
+        for name, source in sources.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            if source.suffix == ".toml":
+                toml = source.read_text(encoding="utf-8").replace(f"./{ASSETS_IN_REPOSITORY}/", "./assets/")
+                (target / name).write_text(toml, encoding="utf-8")
+            else:
+                shutil.copyfile(source, target / name)
+    except (Refusal, OSError) as error:
+        print(f"REFUSED {folder}: {error}")
+        return 1
+    print(f"{folder}: {', '.join(sources)}")
+    print("To train the debug model, on a GPU or, with emulated FP8, on a CPU:")
+    print(f"cd {shlex.quote(folder)} && torchrun --nproc_per_node=1 -m torchtitan.train --job.config_file {DEBUG_TOML}")
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="titan-fp8moe", description=__doc__, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print the doctor's report as JSON, for bug reports")
-    commands = parser.add_subparsers(dest="command", metavar="check")
+    commands = parser.add_subparsers(dest="command", metavar="{check,init}")
     check_parser = commands.add_parser(
         "check",
         help="what a run of a TOML would convert, or why it would refuse",
         allow_abbrev=False,
     )
     check_parser.add_argument("toml", metavar="FILE.toml")
+    init_parser = commands.add_parser(
+        "init",
+        help="write a TOML that is ready to run, its tokenizer and its data into a directory",
+        allow_abbrev=False,
+    )
+    init_parser.add_argument("folder", metavar="DIR")
     # Everything that follows the file belongs to torchtitan.
     args, flags = parser.parse_known_args(argv)
     if args.command == "check":
         return check(args.toml, flags)
     if flags:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    if args.command == "init":
+        return init(args.folder)
     return doctor(args.json)
 
 

@@ -7,6 +7,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
+from torchtitan.components.metrics import build_metrics_processor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.moe.moe import GroupedExperts
@@ -17,6 +18,7 @@ from titan_fp8moe import ops
 from titan_fp8moe.float8 import ALIGNMENT
 from titan_fp8moe.job_config import FP8MoE
 from titan_fp8moe.modules import Float8GroupedExperts, build_run_experts
+from titan_fp8moe.numerics_log import NumericsLog
 
 CONVERTER_NAME = "fp8moe"
 TOKEN_GROUP_ALIGNMENTS = (1, 16, 32)
@@ -47,6 +49,10 @@ def check_config(config: FP8MoE) -> None:
     if config.token_group_alignment not in TOKEN_GROUP_ALIGNMENTS:
         raise ValueError(
             f"fp8moe.token_group_alignment must be one of {TOKEN_GROUP_ALIGNMENTS}, got {config.token_group_alignment}"
+        )
+    if config.log_numerics_freq < 0:
+        raise ValueError(
+            f"fp8moe.log_numerics_freq must be 0 (never) or a number of steps, got {config.log_numerics_freq}"
         )
     if not _patterns(config.fqns):
         raise ValueError(
@@ -207,7 +213,8 @@ def convert_experts(
 
     Args:
         model: holds torchtitan ``GroupedExperts`` on any device, meta included, not yet parallelised.
-        config: what to convert and how; defaults apply when it is None.
+        config: what to convert and how; defaults apply when it is None. ``log_numerics_freq`` is for torchtitan's
+            trainer, which has steps and a metric logger, and does nothing here.
         compile_backend: compile the experts' function with this ``torch.compile`` backend.
         hidden_dim_shards: into how many shards tensor parallelism will cut the experts' hidden dimension.
         keep_quantized_weights: see `titan_fp8moe.float8_experts`; False for weights that FSDP frees after forward.
@@ -268,18 +275,29 @@ class Float8MoEConverter(model_converter.ModelConverter):
         self.hidden_dim_shards = hidden_dim_shards_of(job_config)
         self.keep_quantized_weights = weights_survive_forward(job_config, parallel_dims)
         _save_products_under_selective_ac(job_config.model.name)
+        self.numerics_log = None
+        if self.config.log_numerics_freq > 0:
+            # The trainer's own is out of a converter's reach. One from the same config writes to the same place.
+            metric_logger = build_metrics_processor(job_config, parallel_dims, tag=CONVERTER_NAME).logger
+            self.numerics_log = NumericsLog(
+                self.config.log_numerics_freq, self.config.round_scales_to_power_of_2, metric_logger
+            )
 
     def convert(self, model: nn.Module) -> None:
-        convert_experts(
+        selected = convert_experts(
             model,
             self.config,
             compile_backend=self.compile_backend,
             hidden_dim_shards=self.hidden_dim_shards,
             keep_quantized_weights=self.keep_quantized_weights,
         )
+        if self.numerics_log is not None:
+            for fqn in selected:
+                self.numerics_log.watch(fqn, model.get_submodule(fqn))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        pass
+        if self.numerics_log is not None:
+            self.numerics_log.step_done()
 
 
 def register() -> None:

@@ -49,6 +49,13 @@ class FP8MoE:
     path is always taken.
     """
 
+    log_numerics_freq: int = 0
+    """
+    In the first training step and in every one that this divides, log for each converted module, and write with
+    torchtitan's metrics (TensorBoard, W&B), the share of elements that underflow, the range of row amax, and the SQNR
+    of the experts' output against bf16 on the current batch. 0 switches it off and costs nothing.
+    """
+
 
 @dataclass
 class JobConfig:

@@ -72,6 +72,10 @@ class Float8GroupedExperts(GroupedExperts):
         with _token_group_alignment(self.token_group_alignment):
             return super().__call__(*args, **kwargs)
 
+    def local_weights(self) -> list[Tensor]:
+        """w1, w2, w3, or this process's shards of them."""
+        return [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
+
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """
         Args:
@@ -81,9 +85,8 @@ class Float8GroupedExperts(GroupedExperts):
         Returns:
             ``(M, dim)`` in x's dtype.
         """
-        weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
         padded_by_dispatcher = isinstance(self.w1, DTensor) and "ep" in self.w1.device_mesh.mesh_dim_names
         run_experts = self.run_experts
         if not padded_by_dispatcher and self.token_group_alignment > 1:
             run_experts = moe_utils.indices_padding_wrapper(run_experts)
-        return run_experts(*weights, x, num_tokens_per_expert)
+        return run_experts(*self.local_weights(), x, num_tokens_per_expert)
