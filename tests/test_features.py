@@ -52,6 +52,24 @@ def test_accumulated_microbatches_add_up_to_the_whole_batch():
         assert accumulated.losses[step] == pytest.approx(at_once.losses[step], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        pytest.param((), 1, id="accumulation"),
+        pytest.param(CHECKPOINTING["full"], 1, id="accumulation, full checkpointing"),
+        pytest.param(PP, 2, id="PP"),
+        pytest.param((*CHECKPOINTING["selective op"], *COMPILED), 1, id="compiled", marks=pytest.mark.slow),
+        pytest.param((TP,), 2, id="TP", marks=pytest.mark.slow),
+    ],
+)
+def test_weights_quantised_once_a_step_give_the_same_bits(flags, world_size):
+    cached = train(FP8, *flags, world_size=world_size)
+    never = train(FP8, *flags, "--fp8moe.cache_weights=never", world_size=world_size)
+    assert "weights quantised once a step" in cached.log and "quantised once" not in never.log
+    # The second step's losses are those of new weights; torch does not count what its fused optimizer wrote.
+    assert_equal(cached, never)
+
+
 # ---- activation checkpointing and compile ----------------------------------------------------------------------------
 
 

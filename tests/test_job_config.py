@@ -23,6 +23,7 @@ token_group_alignment = 32
 round_scales_to_power_of_2 = false
 fast_accum = "forward"
 gemm_backend = "torch"
+cache_weights = "never"
 emulate = true
 """
 EVERY_VALUE = FP8MoE(
@@ -33,6 +34,7 @@ EVERY_VALUE = FP8MoE(
     round_scales_to_power_of_2=False,
     fast_accum="forward",
     gemm_backend="torch",
+    cache_weights="never",
     emulate=True,
 )
 
@@ -64,6 +66,7 @@ def test_every_key_is_optional(parse, section):
         "round_scales_to_power_of_2": True,
         "fast_accum": "all",
         "gemm_backend": "auto",
+        "cache_weights": "auto",
         "emulate": False,
     }
     assert dataclasses.asdict(converter.read_config(parse(CONFIG_MODULE + section))) == expected
@@ -97,6 +100,7 @@ def test_the_section_is_added_and_nothing_else_changes(parse):
         (["--fp8moe.recipe=rowwise_with_gw_hp"], {"recipe": "rowwise_with_gw_hp"}),
         (["--fp8moe.fast_accum", "none"], {"fast_accum": "none"}),
         (["--fp8moe.gemm_backend=torch"], {"gemm_backend": "torch"}),
+        (["--fp8moe.cache_weights=always"], {"cache_weights": "always"}),
         (["--fp8moe.emulate"], {"emulate": True}),
         (["--fp8moe.no_round_scales_to_power_of_2"], {"round_scales_to_power_of_2": False}),
     ],

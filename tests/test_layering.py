@@ -22,8 +22,9 @@ ALLOWED = {
     "ops": {"ops", "kernels", "reference", "float8"},
     "grouped_mm": {"ops"},
     "experts": {"ops", "grouped_mm"},
-    "modules": {"experts"},
-    "converter": {"modules", "job_config", "ops", "float8"},
+    "weight_cache": set(),
+    "modules": {"experts", "weight_cache"},
+    "converter": {"modules", "experts", "weight_cache", "job_config", "ops", "float8"},
 }
 TORCHTITAN_USERS = {"modules", "converter", "cpu", "__main__"}
 KERNEL_LIBRARIES = {"triton"} | sys.stdlib_module_names
