@@ -32,7 +32,8 @@ def build_layer() -> torch.nn.ModuleDict:
     with torch.device("meta"):
         layer = torch.nn.ModuleDict({"moe": MoE(args, DIM, HIDDEN_DIM)})
     layer = layer.bfloat16().to_empty(device="cuda")
-    layer["moe"].init_weights(0.02, torch.device("cuda"))
+    with torch.no_grad():
+        layer["moe"].init_weights(0.02, torch.device("cuda"))
     return layer
 
 
