@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Lint, format and tests: bash scripts/test.sh [pytest arguments…]
+# Tests marked slow are left out: bash scripts/test.sh -m slow runs those alone, -m gpu those that need an SM90 GPU.
 # PYTHON gives an environment to use as it is; see setup.sh.
 set -euo pipefail
 

@@ -314,6 +314,8 @@ WRONG_VALUES = [
     ("gemm_backend", "cutlass", ValueError, "got 'cutlass'"),
     # For ops only: here it would let a GPU run the emulation unasked.
     ("gemm_backend", "reference", ValueError, "got 'reference'"),
+    ("cache_weights", "on", ValueError, "must be one of ('auto', 'always', 'never'), got 'on'"),
+    ("cache_weights", True, ValueError, "must be one of ('auto', 'always', 'never'), got True"),
     ("emulate", "false", TypeError, "must be of type bool, got 'false' of type str"),
     ("emulate", 0, TypeError, "must be of type bool, got 0 of type int"),
     ("log_numerics_freq", -1, ValueError, "must be 0 (never) or a number of steps, got -1"),

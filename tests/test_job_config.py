@@ -23,6 +23,7 @@ token_group_alignment = 32
 round_scales_to_power_of_2 = false
 fast_accum = "forward"
 gemm_backend = "torch"
+cache_weights = "never"
 emulate = true
 log_numerics_freq = 10
 """
@@ -34,6 +35,7 @@ EVERY_VALUE = FP8MoE(
     round_scales_to_power_of_2=False,
     fast_accum="forward",
     gemm_backend="torch",
+    cache_weights="never",
     emulate=True,
     log_numerics_freq=10,
 )
@@ -66,6 +68,7 @@ def test_every_key_is_optional(parse, section):
         "round_scales_to_power_of_2": True,
         "fast_accum": "all",
         "gemm_backend": "auto",
+        "cache_weights": "auto",
         "emulate": False,
         "log_numerics_freq": 0,
     }
@@ -100,6 +103,7 @@ def test_the_section_is_added_and_nothing_else_changes(parse):
         (["--fp8moe.recipe=rowwise_with_gw_hp"], {"recipe": "rowwise_with_gw_hp"}),
         (["--fp8moe.fast_accum", "none"], {"fast_accum": "none"}),
         (["--fp8moe.gemm_backend=torch"], {"gemm_backend": "torch"}),
+        (["--fp8moe.cache_weights=always"], {"cache_weights": "always"}),
         (["--fp8moe.emulate"], {"emulate": True}),
         (["--fp8moe.log_numerics_freq=10"], {"log_numerics_freq": 10}),
         (["--fp8moe.no_round_scales_to_power_of_2"], {"round_scales_to_power_of_2": False}),

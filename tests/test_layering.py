@@ -22,9 +22,10 @@ ALLOWED = {
     "ops": {"ops", "kernels", "reference", "float8"},
     "grouped_mm": {"ops"},
     "experts": {"ops", "grouped_mm"},
-    "modules": {"experts"},
+    "weight_cache": set(),
+    "modules": {"experts", "weight_cache"},
     "numerics_log": {"modules", "ops"},
-    "converter": {"modules", "numerics_log", "job_config", "ops", "float8"},
+    "converter": {"modules", "experts", "weight_cache", "numerics_log", "job_config", "ops", "float8"},
 }
 TORCHTITAN_USERS = {"modules", "numerics_log", "converter", "cpu", "__main__"}
 KERNEL_LIBRARIES = {"triton"} | sys.stdlib_module_names

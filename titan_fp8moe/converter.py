@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib import import_module
 from typing import Literal, get_args, get_origin, get_type_hints
 
@@ -15,10 +16,12 @@ from torchtitan.protocols import model_converter
 from torchtitan.tools.logging import logger
 
 from titan_fp8moe import ops
+from titan_fp8moe.experts import quantize_experts_weights
 from titan_fp8moe.float8 import ALIGNMENT
 from titan_fp8moe.job_config import FP8MoE
 from titan_fp8moe.modules import Float8GroupedExperts, build_run_experts
 from titan_fp8moe.numerics_log import NumericsLog
+from titan_fp8moe.weight_cache import QuantizedWeightCache
 
 CONVERTER_NAME = "fp8moe"
 TOKEN_GROUP_ALIGNMENTS = (1, 16, 32)
@@ -126,6 +129,39 @@ def weights_survive_forward(job_config: JobConfig, parallel_dims: ParallelDims) 
     return shards == 1 or job_config.parallelism.fsdp_reshard_after_forward == "never"
 
 
+def forward_passes_a_step(job_config: JobConfig, parallel_dims: ParallelDims) -> int:
+    """How often a step runs the model on the same weights: gradient accumulation times pipeline microbatches."""
+    training, p = job_config.training, parallel_dims
+    passes = 1
+    if training.global_batch_size > 0:
+        passes = training.global_batch_size // (training.local_batch_size * p.dp_replicate * p.dp_shard)
+    if p.pp > 1:
+        passes = passes * training.local_batch_size // job_config.parallelism.pipeline_parallel_microbatch_size
+    return passes
+
+
+def weights_are_cached(config: FP8MoE, job_config: JobConfig, parallel_dims: ParallelDims) -> bool:
+    """Whether converted modules keep FP8 weights until the optimizer's step.
+
+    Raises:
+        ValueError: ``cache_weights`` is "always", and a change of the weights could go unseen.
+    """
+    if config.cache_weights == "never":
+        return False
+    unseen = None
+    if parallel_dims.fsdp_enabled or parallel_dims.ep_enabled:
+        unseen = "FSDP, also where expert parallelism brings it, gathers weights into memory that it uses again"
+    elif job_config.optimizer.early_step_in_backward:
+        unseen = "optimizer.early_step_in_backward changes weights between the forward passes of a step"
+    if unseen and config.cache_weights == "always":
+        raise ValueError(
+            f'fp8moe.cache_weights is "always", but {unseen}, and FP8 weights could be stale; set it to "auto"'
+        )
+    if unseen:
+        return False
+    return config.cache_weights == "always" or forward_passes_a_step(job_config, parallel_dims) > 1
+
+
 def _check_experts(fqn: str, experts: GroupedExperts, emulate: bool, hidden_dim_shards: int) -> None:
     if type(experts) not in (GroupedExperts, Float8GroupedExperts):
         raise ValueError(
@@ -208,6 +244,7 @@ def convert_experts(
     compile_backend: str | None = None,
     hidden_dim_shards: int = 1,
     keep_quantized_weights: bool = True,
+    cache_quantized_weights: bool = False,
 ) -> list[str]:
     """Swap the experts modules of ``model`` for their FP8 form, in place.
 
@@ -218,6 +255,10 @@ def convert_experts(
         compile_backend: compile the experts' function with this ``torch.compile`` backend.
         hidden_dim_shards: into how many shards tensor parallelism will cut the experts' hidden dimension.
         keep_quantized_weights: see `titan_fp8moe.float8_experts`; False for weights that FSDP frees after forward.
+        cache_quantized_weights: keep FP8 weights from one forward to the next. Only for a loop that calls
+            `clear_quantized_weights` after each step of the optimizer, and only for weights that FSDP does not shard;
+            see `titan_fp8moe.weight_cache.QuantizedWeightCache`. What torchtitan's trainer runs is decided by
+            `weights_are_cached`, whatever ``config.cache_weights`` is here.
 
     Returns:
         The names of the converted modules.
@@ -246,12 +287,23 @@ def convert_experts(
         module.__class__ = Float8GroupedExperts
         module.run_experts = run_experts
         module.token_group_alignment = config.token_group_alignment
+        module.weight_cache = None
+        if cache_quantized_weights:
+            quantize = partial(quantize_experts_weights, round_scales_to_power_of_2=config.round_scales_to_power_of_2)
+            module.weight_cache = QuantizedWeightCache(quantize)
     logger.info(
         f"fp8moe: {len(selected)}/{len(find_experts(model))} expert modules use FP8 {config.recipe} grouped GEMMs "
         f"(alignment {config.token_group_alignment}, {'compiled' if compile_backend else 'not compiled'}, backend "
-        f"{backend})"
+        f"{backend}{', weights quantised once a step' if cache_quantized_weights else ''})"
     )
     return selected
+
+
+def clear_quantized_weights(model: nn.Module) -> None:
+    """Free the FP8 weights that converted modules keep: the weights have changed, or memory is needed."""
+    for module in model.modules():
+        if isinstance(module, Float8GroupedExperts) and module.weight_cache is not None:
+            module.weight_cache.clear()
 
 
 def _save_products_under_selective_ac(model_name: str) -> None:
@@ -274,6 +326,7 @@ class Float8MoEConverter(model_converter.ModelConverter):
         self.compile_backend = compile_backend_of(job_config)
         self.hidden_dim_shards = hidden_dim_shards_of(job_config)
         self.keep_quantized_weights = weights_survive_forward(job_config, parallel_dims)
+        self.cache_quantized_weights = weights_are_cached(self.config, job_config, parallel_dims)
         _save_products_under_selective_ac(job_config.model.name)
         self.numerics_log = None
         if self.config.log_numerics_freq > 0:
@@ -290,12 +343,15 @@ class Float8MoEConverter(model_converter.ModelConverter):
             compile_backend=self.compile_backend,
             hidden_dim_shards=self.hidden_dim_shards,
             keep_quantized_weights=self.keep_quantized_weights,
+            cache_quantized_weights=self.cache_quantized_weights,
         )
         if self.numerics_log is not None:
             for fqn in selected:
                 self.numerics_log.watch(fqn, model.get_submodule(fqn))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
+        for part in model if isinstance(model, list) else [model]:
+            clear_quantized_weights(part)
         if self.numerics_log is not None:
             self.numerics_log.step_done()
 

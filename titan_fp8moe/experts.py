@@ -27,17 +27,17 @@ class _Float8Experts(torch.autograd.Function):
         fast_accum,
         gemm_backend,
         keep_quantized_weights,
+        *quantized_weights,
     ):
         pow2, fast = round_scales_to_power_of_2, fast_accum != "none"
-        w1_t, w2_t, w3_t = w1.transpose(1, 2), w2.transpose(1, 2), w3.transpose(1, 2)
-        keep_quantized_weights = keep_quantized_weights and any(ctx.needs_input_grad[:4])
-        if keep_quantized_weights:
-            w13_q, w13_scale, *w13_dgrad = ops.quantize_joint_weight(w1_t, w3_t, pow2)
-            w2_q, w2_scale, *w2_dgrad = ops.quantize_weight(w2_t, pow2)
+        if keep_quantized_weights and not quantized_weights and any(ctx.needs_input_grad[:4]):
+            quantized_weights = quantize_experts_weights(w1, w2, w3, pow2)
+        if quantized_weights:
+            (w13_q, w13_scale, *w13_dgrad), (w2_q, w2_scale, *w2_dgrad) = quantized_weights[:4], quantized_weights[4:]
             kept_weights = (*w13_dgrad, *w2_dgrad)
         else:
-            w13_q, w13_scale = ops.quantize_joint_weight_colwise(w1_t, w3_t, pow2)
-            w2_q, w2_scale = ops.quantize_weight_colwise(w2_t, pow2)
+            w13_q, w13_scale = ops.quantize_joint_weight_colwise(w1.transpose(1, 2), w3.transpose(1, 2), pow2)
+            w2_q, w2_scale = ops.quantize_weight_colwise(w2.transpose(1, 2), pow2)
             kept_weights = (w1, w2, w3)
 
         x_q, x_scale = ops.quantize_rowwise(x, pow2)
@@ -48,7 +48,7 @@ class _Float8Experts(torch.autograd.Function):
 
         kept_x = (x_q, x_scale) if recipe == "rowwise" else (x,)
         ctx.save_for_backward(offs, gate_up, *kept_weights, *kept_x)
-        ctx.keep_quantized_weights = keep_quantized_weights
+        ctx.kept_quantized_weights = bool(quantized_weights)
         ctx.dtypes = (x.dtype, w1.dtype, w2.dtype, w3.dtype)
         ctx.options = (recipe, pow2, fast_accum == "all", gemm_backend)
         return out
@@ -58,7 +58,7 @@ class _Float8Experts(torch.autograd.Function):
         recipe, pow2, fast, gemm_backend = ctx.options
         offs, gate_up, *kept = ctx.saved_tensors
         x_dtype, w1_dtype, w2_dtype, w3_dtype = ctx.dtypes
-        if ctx.keep_quantized_weights:
+        if ctx.kept_quantized_weights:
             w13_q, w13_scale, w2_q, w2_scale, *kept_x = kept
         else:
             w1, w2, w3, *kept_x = kept
@@ -106,7 +106,28 @@ class _Float8Experts(torch.autograd.Function):
                 grad_w2 = ops.grouped_mm_wgrad(grad, h, offs, w2_dtype, gemm_backend)
             if ctx.needs_input_grad[3]:
                 grad_w3 = ops.grouped_mm_wgrad(d_up, x, offs, w3_dtype, gemm_backend)
-        return grad_x, grad_w1, grad_w2, grad_w3, None, None, None, None, None, None
+        return grad_x, grad_w1, grad_w2, grad_w3, *(None,) * (len(ctx.needs_input_grad) - 4)
+
+
+def quantize_experts_weights(
+    w1: Tensor, w2: Tensor, w3: Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[Tensor, ...]:
+    """The FP8 form of the weights for `float8_experts` that is good for as long as they do not change.
+
+    Args:
+        w1, w3: ``(E, H, K)`` bf16 or fp32.
+        w2: ``(E, K, H)`` bf16 or fp32.
+        round_scales_to_power_of_2: as it will be given to `float8_experts`.
+
+    Returns:
+        Eight tensors, two bytes a weight: of `titan_fp8moe.ops.quantize_joint_weight` for w1 and w3, then of
+        `titan_fp8moe.ops.quantize_weight` for w2.
+    """
+    pow2 = round_scales_to_power_of_2
+    return (
+        *ops.quantize_joint_weight(w1.transpose(1, 2), w3.transpose(1, 2), pow2),
+        *ops.quantize_weight(w2.transpose(1, 2), pow2),
+    )
 
 
 def float8_experts(
@@ -121,6 +142,7 @@ def float8_experts(
     fast_accum: str = "all",
     gemm_backend: str = "auto",
     keep_quantized_weights: bool = True,
+    quantized_weights: tuple[Tensor, ...] = (),
 ) -> Tensor:
     """SwiGLU experts, ``(silu(x @ w1ᵀ) * (x @ w3ᵀ)) @ w2ᵀ`` for each token group, differentiable in all but ``offs``.
 
@@ -135,6 +157,8 @@ def float8_experts(
         keep_quantized_weights: keep the FP8 form of the weights that backward needs, a byte a weight, made by the
             forward's read of them. False quantises again in backward; for weights that are freed in between, as FSDP
             frees them, it is what saves memory.
+        quantized_weights: what `quantize_experts_weights` made of these very weights, which are then not read, and
+            the option before this one says nothing. Gradients go to w1, w2 and w3 all the same.
 
     Returns:
         ``(M, K)`` in x's dtype, zeros in rows at or past ``offs[-1]``. Gradients have the dtypes of their inputs.
@@ -143,6 +167,10 @@ def float8_experts(
         ValueError, TypeError, RuntimeError: as `titan_fp8moe.float8_grouped_mm`.
     """
     check_options(recipe, fast_accum)
+    if len(quantized_weights) not in (0, 8):
+        raise ValueError(
+            f"quantized_weights must be the 8 tensors of quantize_experts_weights, got {len(quantized_weights)}"
+        )
     return _Float8Experts.apply(
         x,
         w1,
@@ -154,4 +182,5 @@ def float8_experts(
         fast_accum,
         gemm_backend,
         keep_quantized_weights,
+        *quantized_weights,
     )

@@ -43,6 +43,15 @@ class FP8MoE:
     operands to pad them, "auto" the faster.
     """
 
+    cache_weights: Literal["auto", "always", "never"] = "auto"
+    """
+    Keep the FP8 form of the experts' weights from the first forward pass of a step until after the optimizer's step,
+    so that they are quantised once. It takes two bytes a weight (Llama 4 Scout: 3.75 GiB a layer). "auto" does so
+    where a step runs on the same weights more than once, by gradient accumulation or pipeline parallel microbatches;
+    "always" also for the recomputation of activation checkpointing alone. Impossible with FSDP or expert parallelism,
+    where torchtitan has FSDP gather weights unseen, and with optimizer.early_step_in_backward: "auto" is off there.
+    """
+
     emulate: bool = False
     """
     Allow the slow pure-torch path on a GPU without FP8 grouped GEMM, for tests and debugging. Without any GPU that

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,8 +11,9 @@ from torchtitan.models.moe import utils as moe_utils
 from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_fp8moe.experts import float8_experts
+from titan_fp8moe.weight_cache import QuantizedWeightCache
 
-RunExperts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+RunExperts = Callable[..., Tensor]
 
 
 @contextmanager
@@ -29,26 +31,41 @@ def _token_group_alignment(alignment: int) -> Iterator[None]:
 def build_run_experts(options: dict[str, str | bool], compile_backend: str | None) -> RunExperts:
     """The function that a converted module runs on local tensors, compiled when ``compile_backend`` is given.
 
-    One function serves all modules of a model, so that they share what was compiled.
+    One function serves all modules of a model, so that they share what was compiled. It takes w1, w2, w3, x,
+    num_tokens_per_expert and, where they are at hand, the ``quantized_weights`` of `float8_experts`.
 
     Args:
         options: keyword arguments of `float8_experts`.
         compile_backend: for ``torch.compile``; None runs eagerly.
     """
 
-    def run_experts(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    def run_experts(
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor,
+        x: Tensor,
+        num_tokens_per_expert: Tensor,
+        quantized_weights: tuple[Tensor, ...] = (),
+    ) -> Tensor:
         offs = torch.cumsum(num_tokens_per_expert, 0, dtype=torch.int32)
-        return float8_experts(x, w1, w2, w3, offs, **options)
+        return float8_experts(x, w1, w2, w3, offs, **options, quantized_weights=quantized_weights)
 
     if compile_backend is None:
         return run_experts
 
     compiled = torch.compile(run_experts, backend=compile_backend, fullgraph=True)
 
-    def run_compiled_experts(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    def run_compiled_experts(
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor,
+        x: Tensor,
+        num_tokens_per_expert: Tensor,
+        quantized_weights: tuple[Tensor, ...] = (),
+    ) -> Tensor:
         # The number of tokens differs from step to step under expert parallelism, and in validation.
         torch._dynamo.maybe_mark_dynamic(x, 0)
-        return compiled(w1, w2, w3, x, num_tokens_per_expert)
+        return compiled(w1, w2, w3, x, num_tokens_per_expert, quantized_weights)
 
     return run_compiled_experts
 
@@ -62,10 +79,13 @@ class Float8GroupedExperts(GroupedExperts):
     Attributes:
         run_experts: see `build_run_experts`.
         token_group_alignment: multiple that each expert's tokens are padded to; with 1 they are used as they come.
+        weight_cache: keeps FP8 weights until they change; None quantises them in every forward. Whoever steps the
+            optimizer clears it.
     """
 
     run_experts: RunExperts
     token_group_alignment: int
+    weight_cache: QuantizedWeightCache | None
 
     def __call__(self, *args, **kwargs):
         # Around the hooks too: torchtitan's expert parallelism dispatches and pads tokens in one.
@@ -76,6 +96,12 @@ class Float8GroupedExperts(GroupedExperts):
         """w1, w2, w3, or this process's shards of them."""
         return [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
 
+    def _apply(self, *args, **kwargs):
+        # Moved, or cast: what was made of the weights before would stay where they were.
+        if self.weight_cache is not None:
+            self.weight_cache.clear()
+        return super()._apply(*args, **kwargs)
+
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """
         Args:
@@ -85,8 +111,12 @@ class Float8GroupedExperts(GroupedExperts):
         Returns:
             ``(M, dim)`` in x's dtype.
         """
+        weights = self.local_weights()
         padded_by_dispatcher = isinstance(self.w1, DTensor) and "ep" in self.w1.device_mesh.mesh_dim_names
         run_experts = self.run_experts
+        # A compiler would take what is in the cache for constants.
+        if self.weight_cache is not None and not torch.compiler.is_compiling():
+            run_experts = partial(run_experts, quantized_weights=self.weight_cache.get((self.w1, self.w2, self.w3), weights))
         if not padded_by_dispatcher and self.token_group_alignment > 1:
             run_experts = moe_utils.indices_padding_wrapper(run_experts)
-        return run_experts(*self.local_weights(), x, num_tokens_per_expert)
+        return run_experts(*weights, x, num_tokens_per_expert)
