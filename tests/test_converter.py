@@ -266,7 +266,7 @@ def test_refuses_a_model_without_experts():
     refused(model, ValueError, "the model has no experts to convert", 'remove "fp8moe" from model.converters')
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (7, 5)])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (7, 5)])
 def test_refuses_a_gpu_below_sm90(pretend_gpu, capability):
     pretend_gpu(*capability)
     # torchtitan has turned grouped GEMMs off there; the reason to give is the GPU.

@@ -15,6 +15,7 @@ ALLOWED = {
     "__init__": None,
     "__main__": None,
     "cpu": set(),
+    "environment": set(),
     "float8": set(),
     "job_config": set(),
     "kernels": {"kernels"},

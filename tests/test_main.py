@@ -38,6 +38,7 @@ def pretend_gpu(monkeypatch):
     def pretend(major: int, minor: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Pretended GPU")
 

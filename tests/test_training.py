@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,15 +64,15 @@ def environment(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def train(environment, tmp_path_factory):
-    """Starts ``[toml, *flags]``, as many at once as there are cores, and returns their ends in order."""
+def launch(environment):
+    """Starts torchrun of ``[toml, *flags]``."""
 
-    def train_one(command: list[str], num_processes: int, folder: Path) -> Run:
+    def launch(command: list[str], num_processes: int, folder: Path) -> subprocess.Popen:
         launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_processes}"]
         launcher += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--local-ranks-filter=0", "--tee=3"]
         toml, *flags = command
         arguments = ["-m", "torchtitan.train", "--job.config_file", toml, "--job.dump_folder", str(folder), *flags]
-        process = subprocess.Popen(
+        return subprocess.Popen(
             launcher + arguments,
             cwd=ROOT,
             env=environment,
@@ -80,6 +81,16 @@ def train(environment, tmp_path_factory):
             text=True,
             start_new_session=True,  # so that a timeout ends the ranks too
         )
+
+    return launch
+
+
+@pytest.fixture(scope="module")
+def train(launch, tmp_path_factory):
+    """Starts ``[toml, *flags]``, as many at once as there are cores, and returns their ends in order."""
+
+    def train_one(command: list[str], num_processes: int, folder: Path) -> Run:
+        process = launch(command, num_processes, folder)
         try:
             log, _ = process.communicate(timeout=TIMEOUT_S)
         except BaseException:
@@ -329,3 +340,43 @@ def test_bf16_and_fp8_runs_resume_each_other(train, checkpoint_folders):
     for resumed, whole in ((fp8_resumed, bf16), (bf16_resumed, fp8)):
         assert_close(resumed.losses, whole.losses, SHORT_TOLERANCE, [2, 3])
         assert_close(resumed.grad_norms, whole.grad_norms, 3 * SHORT_TOLERANCE, [2, 3])
+
+
+def kill_ranks(launcher: subprocess.Popen) -> None:
+    for children in Path(f"/proc/{launcher.pid}/task").glob("*/children"):
+        for pid in children.read_text().split():
+            os.kill(int(pid), signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=two_processes)])
+def test_a_run_killed_while_it_saves_goes_on_from_the_last_whole_checkpoint(
+    launch, train, checkpoint_folders, num_processes
+):
+    # Deterministic, for the GPU's sake; integers that are counted with atomic additions are only warned of.
+    repeatable = ["--debug.deterministic", "--debug.deterministic_warn_only"]
+    command = [FP8, *SHORT, "--training.steps=6", *repeatable, "--checkpoint.enable", "--checkpoint.interval=2"]
+    whole, killed = checkpoint_folders
+    (uninterrupted,) = train(command, num_processes=num_processes, folders=[whole])
+    assert_trained(uninterrupted, range(1, 7))
+
+    launcher = launch(command, num_processes, killed)
+    saving = killed / "checkpoint" / "step-4"
+    deadline = time.monotonic() + TIMEOUT_S
+    while not any(saving.glob("*.distcp")) and launcher.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    kill_ranks(launcher)
+    log, _ = launcher.communicate(timeout=TIMEOUT_S)
+    assert launcher.returncode != 0 and "Signal 9" in log, log
+    assert any(saving.iterdir()) and not (saving / ".metadata").exists(), "killed too late"
+    assert (killed / "checkpoint" / "step-2" / ".metadata").exists()
+
+    (resumed,) = train(command, num_processes=num_processes, folders=[killed])
+    assert_trained(resumed, range(3, 7))
+    assert "Training starts at step 3" in resumed.log
+    for logged in ("losses", "grad_norms"):
+        assert getattr(resumed, logged) == {step: getattr(uninterrupted, logged)[step] for step in range(3, 7)}
+    # What was left of the broken checkpoint is in nobody's way.
+    (again,) = train([*command, "--checkpoint.load_step=4"], num_processes=num_processes, folders=[killed])
+    assert_trained(again, range(5, 7))
+    assert again.losses == {step: uninterrupted.losses[step] for step in (5, 6)}

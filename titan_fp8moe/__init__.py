@@ -3,6 +3,11 @@
 Importing this package registers the model converter ``fp8moe``.
 """
 
+# ruff: noqa: E402  (versions are checked before the imports that a wrong one would break)
+from titan_fp8moe import environment
+
+environment.check_versions()
+
 from titan_fp8moe import converter, ops
 from titan_fp8moe.converter import convert_experts
 from titan_fp8moe.experts import float8_experts
@@ -14,3 +19,4 @@ __version__ = "0.1.0"
 __all__ = ["FP8MoE", "convert_experts", "float8_experts", "float8_grouped_mm", "ops"]
 
 converter.register()
+environment.explain_missing_device_at_exit()

@@ -14,6 +14,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 import torch
 import torchtitan.components.quantization  # noqa: F401  (registers torchtitan's own converters)
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager, JobConfig
@@ -23,7 +28,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
 import titan_fp8moe
-from titan_fp8moe import converter, ops
+from titan_fp8moe import converter, environment, ops
 from titan_fp8moe.float8 import is_hopper
 
 MIN_SQNR_DB = 22.0
@@ -125,6 +130,8 @@ def doctor(as_json: bool) -> int:
                 "this GPU has no FP8 grouped GEMM (compute capability 9.0 is needed); set fp8moe.emulate = true to "
                 "run the slow reference"
             )
+        if problem := environment.device_problem():
+            problems.append(problem)
     if not report["converter_registered"]:
         problems.append(f'the converter "{converter.CONVERTER_NAME}" is not registered with torchtitan')
     try:
@@ -157,6 +164,19 @@ def doctor(as_json: bool) -> int:
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
+
+
+def _check_readable(toml: str) -> None:
+    # torchtitan reads it too, but logs a traceback when it cannot.
+    if not os.path.isfile(toml):
+        raise Refusal(f"no such file: {toml}")
+    try:
+        with open(toml, "rb") as file:
+            tomllib.load(file)
+    except OSError as error:
+        raise Refusal(f"the file cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise Refusal(f"the file is not TOML: {error}") from error
 
 
 def _check_registration(job_config: JobConfig) -> None:
@@ -211,8 +231,7 @@ def _build_model(job_config: JobConfig) -> torch.nn.Module:
 def check(toml: str, flags: list[str]) -> int:
     """Print what a run of ``toml`` would convert, or why it would refuse; 0 or 1. Needs no GPU."""
     try:
-        if not os.path.isfile(toml):
-            raise Refusal(f"no such file: {toml}")
+        _check_readable(toml)
         # The trainer runs as python -m, which finds modules in the working directory; a console script does not.
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
