@@ -1,11 +1,12 @@
 """The quantisation ops: microseconds, bandwidth of the bytes that each must move, and CPU time to enqueue.
 
-    python scripts/bench_kernels.py [--shapes table scout deepseek_v3] [--ops NAME ...] [--rivals]
+    python scripts/bench_kernels.py [--shapes table scout deepseek_v3] [--ops NAME ...] [--rivals torchao]
 
 Every output is compared with the reference, byte for byte, before it is timed. Percentages are of a device copy
 measured in the same run. Times are of replayed CUDA graphs: of one call with a cold L2, or of twenty calls in a row
-up to 4096 tokens, where a single call is too short to time. ``--rivals`` adds the reference under torch.compile and
-torchao's Triton kernels (where installed). Writes scripts/results/kernels.csv.
+up to 4096 tokens, where a single call is too short to time. ``--rivals reference`` adds the reference
+under torch.compile, ``--rivals torchao`` torchao's Triton kernels where installed; both take a while to compile.
+Writes scripts/results/kernels.csv.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def torchao_function(op: str, args: tuple[Tensor, ...]) -> Callable[[], object] 
     return lambda: kernel(*args, output_dtype=torch.float8_e4m3fn, round_scales_to_power_of_2=True)
 
 
-def measure(op: str, args: tuple[Tensor, ...], shape: str, moved: int, copy_rate: float, rivals: bool) -> dict:
+def measure(op: str, args: tuple[Tensor, ...], shape: str, moved: int, copy_rate: float, rivals: list[str]) -> dict:
     function, twin = getattr(ops, op), getattr(reference, op)
     check(op, function(*args), twin(*args))
     calls = 20 if args[0].numel() <= 2**25 else 1
@@ -127,15 +128,15 @@ def measure(op: str, args: tuple[Tensor, ...], shape: str, moved: int, copy_rate
         "% of copy": 100 * moved / us / 1e6 / copy_rate,
     }
     row |= {"enqueue us": enqueue_microseconds(call), "calls a graph": calls}
-    if rivals:
+    if "reference" in rivals:
         compiled = torch.compile(twin, dynamic=False)
         try:
             row["reference compiled us"] = microseconds(lambda: compiled(*args), calls)
         except RuntimeError as error:
             # Inductor of torch 2.11 has no constants of e4m3.
             print(f"{op}: the reference does not compile: {type(error).__name__}")
-        if (torchao := torchao_function(op, args)) is not None:
-            row["torchao us"] = microseconds(torchao, calls)
+    if "torchao" in rivals and (torchao := torchao_function(op, args)) is not None:
+        row["torchao us"] = microseconds(torchao, calls)
     return row
 
 
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument(
         "--ops", nargs="+", choices=[*ACTIVATION_OPS, *WEIGHT_OPS], default=[*ACTIVATION_OPS, *WEIGHT_OPS]
     )
-    parser.add_argument("--rivals", action="store_true", help="time the compiled reference and torchao too")
+    parser.add_argument("--rivals", nargs="+", choices=["reference", "torchao"], default=[])
     options = parser.parse_args()
 
     copy, copied = benchlib.copy_function()
@@ -167,8 +168,9 @@ def main() -> None:
                 if op in options.ops:
                     shape = f"({e}, {k}, {n}) K contiguous"
                     rows.append(measure(op, (w_t,), shape, nbytes * e * n * k, copy_rate, options.rivals))
+        benchlib.write_csv("kernels.csv", rows)
     columns = ["op", "shape", "us", "GB/s", "% of copy", "enqueue us", "calls a graph"]
-    benchlib.print_table(rows, columns + ["reference compiled us", "torchao us"] * options.rivals)
+    benchlib.print_table(rows, columns + ["reference compiled us", "torchao us"] * bool(options.rivals))
     print(benchlib.write_csv("kernels.csv", rows))
 
 

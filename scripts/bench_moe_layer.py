@@ -174,7 +174,8 @@ def layer_rows(shape: str, tokens: int) -> list[dict]:
         if config is not None:
             titan_fp8moe.convert_experts(layer, config, compile_backend="inductor")
         layer = layer.bfloat16().to_empty(device="cuda")
-        layer["moe"].init_weights(0.02, torch.device("cuda"))
+        with torch.no_grad():
+            layer["moe"].init_weights(0.02, torch.device("cuda"))
         layers[name] = layer["moe"]
     # What torchtitan's trainer compiles.
     moe_module._run_experts_grouped_mm = torch.compile(_run_experts_grouped_mm, fullgraph=True)

@@ -116,7 +116,9 @@ class Float8GroupedExperts(GroupedExperts):
         run_experts = self.run_experts
         # A compiler would take what is in the cache for constants.
         if self.weight_cache is not None and not torch.compiler.is_compiling():
-            run_experts = partial(run_experts, quantized_weights=self.weight_cache.get((self.w1, self.w2, self.w3), weights))
+            run_experts = partial(
+                run_experts, quantized_weights=self.weight_cache.get((self.w1, self.w2, self.w3), weights)
+            )
         if not padded_by_dispatcher and self.token_group_alignment > 1:
             run_experts = moe_utils.indices_padding_wrapper(run_experts)
         return run_experts(*weights, x, num_tokens_per_expert)
