@@ -48,7 +48,7 @@ class _Float8Experts(torch.autograd.Function):
 
         kept_x = (x_q, x_scale) if recipe == "rowwise" else (x,)
         ctx.save_for_backward(offs, gate_up, *kept_weights, *kept_x)
-        ctx.kept_quantized_weights = bool(quantized_weights)
+        ctx.kept_quantized_weights = len(quantized_weights) > 0
         ctx.dtypes = (x.dtype, w1.dtype, w2.dtype, w3.dtype)
         ctx.options = (recipe, pow2, fast_accum == "all", gemm_backend)
         return out
