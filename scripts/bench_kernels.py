@@ -162,13 +162,13 @@ def main() -> None:
                     args = arguments(op, x, group_ends(m, e, routing))
                     shape = f"({m}, {k}), {e} {routing}"
                     rows.append(measure(op, args, shape, nbytes * m * k, copy_rate, options.rivals))
+                    benchlib.write_csv("kernels.csv", rows)
         for e, n, k in WEIGHTS.get(name, ()):
             w_t = torch.randn(e, n, k, device="cuda").bfloat16().transpose(1, 2)
             for op, nbytes in WEIGHT_OPS.items():
                 if op in options.ops:
                     shape = f"({e}, {k}, {n}) K contiguous"
                     rows.append(measure(op, (w_t,), shape, nbytes * e * n * k, copy_rate, options.rivals))
-        benchlib.write_csv("kernels.csv", rows)
     columns = ["op", "shape", "us", "GB/s", "% of copy", "enqueue us", "calls a graph"]
     benchlib.print_table(rows, columns + ["reference compiled us", "torchao us"] * bool(options.rivals))
     print(benchlib.write_csv("kernels.csv", rows))

@@ -1,4 +1,4 @@
-"""The experts of an MoE layer, forward and backward: bf16 compiled, torchao's FP8 (where installed) and ours.
+"""The experts of an MoE layer, forward and backward: bf16 compiled, torchao's FP8 (--torchao) and ours.
 
     python scripts/bench_moe_layer.py [--shapes scout deepseek_v3] [--tokens 4096 16384 65536] [--layer]
 
@@ -212,6 +212,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 65536, 131072])
     parser.add_argument("--routing", nargs="+", default=["uniform", "skewed"], choices=["uniform", "skewed"])
     parser.add_argument("--layer", action="store_true", help="also time torchtitan's whole MoE layer")
+    parser.add_argument("--torchao", action="store_true", help="also time torchao's experts, which compile for minutes")
     args = parser.parse_args()
 
     copy, copied = benchlib.copy_function()
@@ -221,7 +222,7 @@ def main() -> None:
     del copy, dense
 
     variants = {"bf16": torch.compile(_run_experts_grouped_mm, fullgraph=True), "fp8": our_experts}
-    if (peer := torchao_experts()) is not None:
+    if args.torchao and (peer := torchao_experts()) is not None:
         variants["torchao"] = peer
     rows, kernels = [], []
     for shape in args.shapes:
@@ -234,6 +235,8 @@ def main() -> None:
                     kernels += breakdown(fp8, shape, tokens)
                 del fp8
                 torch.cuda.empty_cache()
+                benchlib.write_csv("moe_layer.csv", rows)
+                benchlib.write_csv("moe_layer_breakdown.csv", kernels)
         if args.layer:
             for tokens in args.tokens:
                 rows += layer_rows(shape, tokens)
