@@ -25,11 +25,20 @@ def experts_of(values: dict) -> dict:
     return {name: value for name, value in values.items() if ".moe.experts.w" in name}
 
 
-def assert_equal(actual: Run, expected: Run) -> None:
+def assert_same_bits(actual: Run, expected: Run) -> None:
     assert actual.losses == expected.losses and actual.grad_norms == expected.grad_norms
     assert actual.gradients.keys() == expected.gradients.keys()
     for name, grad in expected.gradients.items():
         assert torch.equal(actual.gradients[name], grad), name
+
+
+def assert_equal(actual: Run, expected: Run) -> None:
+    """But for the order of some sums, in which torch's CPU kernels on several threads differ from run to run."""
+    assert actual.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert actual.grad_norms == pytest.approx(expected.grad_norms, rel=1e-4)
+    assert actual.gradients.keys() == expected.gradients.keys()
+    for name, grad in expected.gradients.items():
+        assert (actual.gradients[name] - grad).norm() <= 1e-2 * grad.norm(), name
 
 
 def assert_trains_as_bf16_does(fp8: Run, bf16: Run) -> None:
@@ -62,7 +71,7 @@ def test_accumulated_microbatches_add_up_to_the_whole_batch():
         pytest.param((TP,), 2, id="TP", marks=pytest.mark.slow),
     ],
 )
-def test_weights_quantised_once_a_step_give_the_same_bits(flags, world_size):
+def test_weights_quantised_once_a_step_change_nothing(flags, world_size):
     cached = train(FP8, *flags, world_size=world_size)
     never = train(FP8, *flags, "--fp8moe.cache_weights=never", world_size=world_size)
     assert "weights quantised once a step" in cached.log and "quantised once" not in never.log
@@ -192,7 +201,7 @@ def test_validation():
 def test_deterministic_mode():
     deterministic = train(FP8, "--debug.deterministic")
     assert "Deterministic algorithm enabled" in deterministic.log
-    assert_equal(train(FP8, "--debug.deterministic", "--job.description=again"), deterministic)
+    assert_same_bits(train(FP8, "--debug.deterministic", "--job.description=again"), deterministic)
     # Nothing of ours needs the mode, and nothing takes another path in it.
     assert_equal(deterministic, train(FP8))
 
