@@ -33,12 +33,12 @@ def assert_same_bits(actual: Run, expected: Run) -> None:
 
 
 def assert_equal(actual: Run, expected: Run) -> None:
-    """But for the order of some sums, in which torch's CPU kernels on several threads differ from run to run."""
-    assert actual.losses == pytest.approx(expected.losses, rel=1e-5)
+    """But for the order of some sums: under PP on the CPU two runs of the same flags differ by 2.5e-5 in their loss."""
+    assert actual.losses == pytest.approx(expected.losses, rel=1e-4)
     assert actual.grad_norms == pytest.approx(expected.grad_norms, rel=1e-4)
     assert actual.gradients.keys() == expected.gradients.keys()
     for name, grad in expected.gradients.items():
-        assert (actual.gradients[name] - grad).norm() <= 1e-2 * grad.norm(), name
+        assert (actual.gradients[name] - grad).norm() <= 3e-2 * grad.norm(), name
 
 
 def assert_trains_as_bf16_does(fp8: Run, bf16: Run) -> None:
