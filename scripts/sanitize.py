@@ -57,15 +57,15 @@ def run_ops(device: torch.device) -> None:
         for pow2 in (True, False):
             a, scale_a = call(ops.quantize_rowwise, x, pow2)
             call(ops.quantize_rowwise, x.t()[:, :96], pow2)
-            call(ops.requantize_colwise_per_group, a, scale_a, offs, pow2)
-            call(ops.quantize_rowwise_and_colwise_per_group, x, offs, pow2)
+            call(ops.requantize_colwise_per_group, a, scale_a, offs, ops.padded_offs(offs), pow2)
+            call(ops.quantize_rowwise_and_colwise_per_group, x, offs, ops.padded_offs(offs), pow2)
             b_col, scale_b_col = call(ops.quantize_colwise_per_group, x, offs, pow2)
             a_col, scale_a_col = call(ops.quantize_rowwise_per_group, grad.t(), offs, pow2)
             for w_t in (w1_t, w1_t.contiguous()):
                 call(ops.quantize_weight_rowwise, w_t, pow2)
                 call(ops.quantize_weight, w_t, pow2)
                 b, scale_b = call(ops.quantize_weight_colwise, w_t, pow2)
-            for op in (ops.quantize_joint_weight, ops.quantize_joint_weight_colwise, ops.quantize_joint_weight_rowwise):
+            for op in (ops.quantize_joint_weight, ops.quantize_joint_weight_colwise):
                 call(op, w1_t, w3_t, pow2)
             call(ops.swiglu_quantize_rowwise, gate_up, pow2)
             call(ops.swiglu_backward_quantize_rowwise, grad, gate_up, pow2)
