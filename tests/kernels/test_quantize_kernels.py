@@ -181,7 +181,7 @@ class Kernels:
     def quantize_weight_rowwise(self, w_t, pow2):
         e, k, n = w_t.shape
         outputs = self.weight_outputs(e, k, n)[2:]
-        self.weight.quantize_weight_rowwise(w_t, *outputs, self.amax_of(e, k), pow2)
+        self.weight.quantize_weight_colwise(w_t.transpose(1, 2), *outputs, self.amax_of(e, k), pow2)
         return outputs
 
     def quantize_weight(self, *weights_and_pow2):

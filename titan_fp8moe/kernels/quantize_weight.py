@@ -22,7 +22,7 @@ def _quantize_columns(w, q, scale, amax, pow2):
 
 
 def quantize_weight_colwise(w_t, q, scale, amax, pow2):
-    """Quantise expert weights for the forward GEMM, one scale a column.
+    """Quantise expert weights for the forward GEMM, one scale a column; given transposed, for dgrad.
 
     Args:
         w_t: (E, K, N) bf16 or float32, any strides, K and N divisible by 16; fast if K or N is contiguous.
@@ -36,14 +36,6 @@ def quantize_weight_colwise(w_t, q, scale, amax, pow2):
         _quantize_columns(w_t, q, scale, amax, pow2)
     else:
         _quantize_rows(w_t.transpose(1, 2), q.transpose(1, 2), scale, pow2)
-
-
-def quantize_weight_rowwise(w_t, q, scale, amax, pow2):
-    """Quantise expert weights for dgrad, one scale a row, and transpose them.
-
-    Args: as in `quantize_weight_colwise` with K and N exchanged, q (E, N, K).
-    """
-    quantize_weight_colwise(w_t.transpose(1, 2), q, scale, amax, pow2)
 
 
 def quantize_weight(weights, q_colwise, scale_colwise, q_rowwise, scale_rowwise, amax, pow2):

@@ -20,6 +20,16 @@ def _empty_rowwise(w_t: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return empty_fp8(w_t, e, k, n).transpose(1, 2), empty_scale(w_t, e, k)
 
 
+def _quantize_colwise(w_t: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
+    if w_t.numel() == 0 or not is_hopper(w_t.device):
+        return reference.quantize_weight_colwise(w_t, pow2)
+    e, _, n = w_t.shape
+    q, scale = _empty_colwise(w_t, n)
+    with torch.cuda.device(w_t.device):
+        kernels.quantize_weight_colwise(w_t, q, scale, zero_amax(w_t, e, n), pow2)
+    return q, scale
+
+
 @Operator
 def quantize_weight_colwise(w_t: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
     """Expert weights for the forward: one scale per expert and column, amax over the contraction K.
@@ -32,13 +42,7 @@ def quantize_weight_colwise(w_t: Tensor, round_scales_to_power_of_2: bool = True
         q ``(E, K, N)`` e4m3, K contiguous, and scale ``(E, N)``.
     """
     check_weight("w_t", w_t)
-    if w_t.numel() == 0 or not is_hopper(w_t.device):
-        return reference.quantize_weight_colwise(w_t, round_scales_to_power_of_2)
-    e, _, n = w_t.shape
-    q, scale = _empty_colwise(w_t, n)
-    with torch.cuda.device(w_t.device):
-        kernels.quantize_weight_colwise(w_t, q, scale, zero_amax(w_t, e, n), round_scales_to_power_of_2)
-    return q, scale
+    return _quantize_colwise(w_t, round_scales_to_power_of_2)
 
 
 @quantize_weight_colwise.register_fake
@@ -59,13 +63,7 @@ def quantize_weight_rowwise(w_t: Tensor, round_scales_to_power_of_2: bool = True
         q ``(E, N, K)`` e4m3, N contiguous, and scale ``(E, K)``.
     """
     check_weight("w_t", w_t)
-    if w_t.numel() == 0 or not is_hopper(w_t.device):
-        return reference.quantize_weight_rowwise(w_t, round_scales_to_power_of_2)
-    e, k, n = w_t.shape
-    q, scale = _empty_rowwise(w_t, n)
-    with torch.cuda.device(w_t.device):
-        kernels.quantize_weight_rowwise(w_t, q, scale, zero_amax(w_t, e, k), round_scales_to_power_of_2)
-    return q, scale
+    return _quantize_colwise(w_t.transpose(1, 2), round_scales_to_power_of_2)
 
 
 @quantize_weight_rowwise.register_fake
