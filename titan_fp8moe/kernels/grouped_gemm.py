@@ -3,7 +3,8 @@
 One kernel for both, written in Gluon because Triton's own warp specialisation does not reach Hopper. It is persistent:
 one program per SM walks one list of all groups' tiles, so skewed groups balance, and reads the groups on the device.
 In a program one warp feeds a ring of blocks through the copy engine, and two warpgroups, each half of a tile's rows,
-multiply. They run free of each other, as far apart as the ring is deep, so that one stores while the other multiplies.
+multiply. They run free of each other, at most as far apart as the ring is deep. With LEAD the second one starts late by
+as many blocks and stays behind, so that one multiplies at the full rate of the tensor cores while the other stores.
 
 Each output element is one chain of products in a fixed order, which no launch parameter changes: its bits depend on the
 operands alone.
@@ -85,9 +86,9 @@ def _halves(x):
 
 
 @gluon.jit
-def _store_quarter(out_desc, buffer, outer, middle, row, col, x):
-    # Two buffers take turns: all stores but the last have left theirs.
-    tma.store_wait(pendings=1)
+def _store_quarter(out_desc, buffer, outer, middle, row, col, x, BUFFERS: gl.constexpr):
+    # The buffers take turns: the store that used this one last has left it.
+    tma.store_wait(pendings=BUFFERS - 1)
     buffer.reshape([x.shape[0], x.shape[1]]).store(x)
     fence_async_shared()
     _async_store(out_desc, [outer, middle, row, col], buffer)
@@ -100,6 +101,7 @@ def _multiply_blocks(
     out_buffers,
     ready,
     free,
+    led,
     out_desc,
     a_ptr,
     b_ptr,
@@ -112,6 +114,7 @@ def _multiply_blocks(
     WARPGROUP: gl.constexpr,
     IS_WGRAD: gl.constexpr,
     FAST_ACCUM: gl.constexpr,
+    LEAD: gl.constexpr,
 ):
     num_tokens, num_rows, num_cols, K, num_groups = sizes
     STAGES: gl.constexpr = a_ring.shape[0]
@@ -125,13 +128,18 @@ def _multiply_blocks(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_COLS, 2 * CHUNK])
     edge_layout: gl.constexpr = gl.NVMMASharedLayout(32, a_ring.dtype.primitive_bitwidth, 2)
     EDGE_ROWS: gl.constexpr = ROWS * WIDTH * out_desc.dtype.primitive_bitwidth // 256
-    buffer0 = out_buffers.index(2 * WARPGROUP)
-    buffer1 = out_buffers.index(2 * WARPGROUP + 1)
+    BUFFERS: gl.constexpr = out_buffers.shape[0] // 2
+    buffer0 = out_buffers.index(BUFFERS * WARPGROUP)
+    buffer1 = out_buffers.index(BUFFERS * WARPGROUP + 1)
+    buffer2 = out_buffers.index(BUFFERS * WARPGROUP + 2 % BUFFERS)
+    buffer3 = out_buffers.index(BUFFERS * WARPGROUP + 3 % BUFFERS)
     tile_cols = gl.cdiv(num_cols, BLOCK_COLS)
     tile = gl.program_id(0)
     walk = first_group(offs_ptr, num_tokens, num_groups)
     group, start, end, first_tile, found = seek_tile(tile, walk, offs_ptr, sizes, tile_cols, BLOCK_ROWS, IS_WGRAD)
     block = 0
+    if LEAD > 0 and WARPGROUP == 1:
+        mbarrier.wait(led, 0)
     while found:
         tile_rows = tile_rows_of(start, end, num_rows, BLOCK_ROWS, IS_WGRAD)
         tile_row, tile_col = tile_in_group(tile - first_tile, tile_rows, tile_cols)
@@ -180,6 +188,8 @@ def _multiply_blocks(
                 acc += warpgroup_mma_wait(0, deps=[part])
                 mbarrier.arrive(free.index(stage), count=1)
             block += 1
+            if LEAD > 0 and WARPGROUP == 0:
+                mbarrier.arrive(led, count=1, pred=block == LEAD)
         if FAST_ACCUM:
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(free.index((block + STAGES - 1) % STAGES), count=1, pred=k_start < k_end)
@@ -207,14 +217,16 @@ def _multiply_blocks(
         left, right = _halves(acc.to(out_desc.dtype))
         x0, x1 = _halves(left)
         x2, x3 = _halves(right)
-        _store_quarter(out_desc, buffer0, outer, middle, out_row, col, x0)
-        _store_quarter(out_desc, buffer1, outer, middle, out_row, col + WIDTH, x1)
-        _store_quarter(out_desc, buffer0, outer, middle, out_row, col + 2 * WIDTH, x2)
-        _store_quarter(out_desc, buffer1, outer, middle, out_row, col + 3 * WIDTH, x3)
+        _store_quarter(out_desc, buffer0, outer, middle, out_row, col, x0, BUFFERS)
+        _store_quarter(out_desc, buffer1, outer, middle, out_row, col + WIDTH, x1, BUFFERS)
+        _store_quarter(out_desc, buffer2, outer, middle, out_row, col + 2 * WIDTH, x2, BUFFERS)
+        _store_quarter(out_desc, buffer3, outer, middle, out_row, col + 3 * WIDTH, x3, BUFFERS)
 
         tile += gl.num_programs(0)
         walk = (group, start, end, first_tile)
         group, start, end, first_tile, found = seek_tile(tile, walk, offs_ptr, sizes, tile_cols, BLOCK_ROWS, IS_WGRAD)
+    if LEAD > 0 and WARPGROUP == 0:
+        mbarrier.arrive(led, count=1, pred=block < LEAD)
     tma.store_wait(pendings=0)
 
 
@@ -236,18 +248,26 @@ def _grouped_gemm_kernel(
     K,
     num_groups,
     STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    LEAD: gl.constexpr,
     IS_WGRAD: gl.constexpr,
     FAST_ACCUM: gl.constexpr,
 ):
     a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout)  # noqa: RUF005
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)  # noqa: RUF005
-    out_buffers = gl.allocate_shared_memory(out_desc.dtype, [4] + out_desc.block_type.shape, out_desc.layout)  # noqa: RUF005
+    out_buffers = gl.allocate_shared_memory(
+        out_desc.dtype,
+        [2 * BUFFERS] + out_desc.block_type.shape,  # noqa: RUF005
+        out_desc.layout,
+    )
     # A block is ready when its bytes have come, and free when both warpgroups have multiplied it.
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
+    led = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(led, count=1)
     fence_async_shared()
     sizes = (num_tokens, num_rows, num_cols, K, num_groups)
     gl.warp_specialize(
@@ -260,6 +280,7 @@ def _grouped_gemm_kernel(
                     out_buffers,
                     ready,
                     free,
+                    led,
                     out_desc,
                     a_ptr,
                     b_ptr,
@@ -272,6 +293,7 @@ def _grouped_gemm_kernel(
                     0,
                     IS_WGRAD,
                     FAST_ACCUM,
+                    LEAD,
                 ),
             ),
             (
@@ -282,6 +304,7 @@ def _grouped_gemm_kernel(
                     out_buffers,
                     ready,
                     free,
+                    led,
                     out_desc,
                     a_ptr,
                     b_ptr,
@@ -294,6 +317,7 @@ def _grouped_gemm_kernel(
                     1,
                     IS_WGRAD,
                     FAST_ACCUM,
+                    LEAD,
                 ),
             ),
             (_load_blocks, (a_desc, b_desc, a_ring, b_ring, ready, free, offs_ptr, sizes, IS_WGRAD)),
@@ -311,6 +335,10 @@ _BLOCK_COLS = {True: 256, False: 128}
 _BLOCK_K_BYTES = 128
 # By bytes of an output element: as many as the output buffers leave room for in 227 KB of shared memory.
 _STAGES = {2: 4, 4: 3}
+# Output buffers of each warpgroup, a quarter of its tile each: two or four.
+_BUFFERS = 2
+# Blocks, at most the stages, by which the second warpgroup starts late; at 0 both start at once.
+_LEAD = 0
 
 
 @functools.cache
@@ -324,6 +352,8 @@ def _launch(descriptors, operands, sizes, out, is_wgrad, fast_accum):
         *operands,
         *sizes,
         STAGES=_STAGES[out.element_size()],
+        BUFFERS=_BUFFERS,
+        LEAD=_LEAD,
         IS_WGRAD=is_wgrad,
         FAST_ACCUM=fast_accum,
         num_warps=4,
