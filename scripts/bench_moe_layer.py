@@ -92,8 +92,27 @@ def peak_gib(function) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def breakdown(function, shape: str, tokens: int) -> list[dict]:
-    """Time of each kernel in one forward and backward, from the profiler."""
+def kernel_floors_ms(shape: str, tokens: int, ceilings: dict) -> dict[str, float]:
+    """Of each of our kernels, all its calls together: the bytes it must move at the rate of a copy, or its products
+    at that of a dense FP8 product."""
+    dim, hidden_dim, num_experts = SHAPES[shape]
+    weights = 3 * num_experts * dim * hidden_dim
+    x = tokens * dim  # elements, of the output's gradient too
+    h = tokens * hidden_dim  # of gate, of up and of their gradients too
+    moved = {
+        "_rowwise_kernel": 3 * x,
+        "_rowwise_and_colwise_amax_kernel": 3 * (weights + x),
+        "_rescale_kernel": 2 * (weights + 2 * x + 3 * h),
+        "_colwise_amax_kernel": x + 3 * h,
+        "_swiglu_kernel": (4 + 1) * h,
+        "_swiglu_backward_kernel": (2 + 4 + 2 + 1) * h,
+    }
+    floors = {name: 1e3 * count / ceilings["copy_bytes"] for name, count in moved.items()}
+    return floors | {"_grouped_gemm_kernel": 1e3 * 18 * x * hidden_dim / ceilings["dense_flops"]}
+
+
+def breakdown(function, shape: str, tokens: int, ceilings: dict) -> list[dict]:
+    """Time of each kernel in one forward and backward, from the profiler, and how near it is to its own floor."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(3):
             function()
@@ -102,10 +121,13 @@ def breakdown(function, shape: str, tokens: int) -> list[dict]:
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             totals[event.name].append(event.device_time / 1e3)
-    rows = [
-        {"shape": shape, "tokens": tokens, "kernel": name, "calls": len(ms) // 3, "ms": sum(ms) / 3}
-        for name, ms in totals.items()
-    ]
+    floors = kernel_floors_ms(shape, tokens, ceilings)
+    rows = []
+    for name, ms in totals.items():
+        row = {"shape": shape, "tokens": tokens, "kernel": name, "calls": len(ms) // 3, "ms": sum(ms) / 3}
+        if name in floors:
+            row |= {"floor_ms": floors[name], "% of floor": 100 * floors[name] / row["ms"]}
+        rows.append(row)
     return sorted(rows, key=lambda row: -row["ms"])
 
 
@@ -232,7 +254,7 @@ def main() -> None:
                 new_rows, fp8 = experts_rows(shape, tokens, routing, variants, sqnr, ceilings)
                 rows += new_rows
                 if routing == "uniform":
-                    kernels += breakdown(fp8, shape, tokens)
+                    kernels += breakdown(fp8, shape, tokens, ceilings)
                 del fp8
                 torch.cuda.empty_cache()
                 benchlib.write_csv("moe_layer.csv", rows)
@@ -241,7 +263,7 @@ def main() -> None:
             for tokens in args.tokens:
                 rows += layer_rows(shape, tokens)
                 torch.cuda.empty_cache()
-    benchlib.print_table(kernels, ["shape", "tokens", "kernel", "calls", "ms"])
+    benchlib.print_table(kernels, ["shape", "tokens", "kernel", "calls", "ms", "floor_ms", "% of floor"])
     benchlib.print_table(
         rows,
         [c for c in rows[0] if not c.startswith(("dense", "copy"))],

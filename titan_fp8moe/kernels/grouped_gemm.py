@@ -96,19 +96,10 @@ def _store_quarter(out_desc, buffer, outer, middle, row, col, x, BUFFERS: gl.con
 
 @gluon.jit
 def _multiply_blocks(
-    a_ring,
-    b_ring,
-    out_buffers,
-    ready,
-    free,
-    led,
+    shared,
+    barriers,
     out_desc,
-    a_ptr,
-    b_ptr,
-    stride_a,
-    stride_b,
-    scale_a_ptr,
-    scale_b_ptr,
+    operands,
     offs_ptr,
     sizes,
     WARPGROUP: gl.constexpr,
@@ -116,6 +107,9 @@ def _multiply_blocks(
     FAST_ACCUM: gl.constexpr,
     LEAD: gl.constexpr,
 ):
+    a_ring, b_ring, out_buffers = shared
+    ready, free, led = barriers
+    a_ptr, b_ptr, stride_a, stride_b, scale_a_ptr, scale_b_ptr = operands
     num_tokens, num_rows, num_cols, K, num_groups = sizes
     STAGES: gl.constexpr = a_ring.shape[0]
     BLOCK_ROWS: gl.constexpr = a_ring.shape[3]
@@ -270,56 +264,13 @@ def _grouped_gemm_kernel(
     mbarrier.init(led, count=1)
     fence_async_shared()
     sizes = (num_tokens, num_rows, num_cols, K, num_groups)
+    shared = (a_ring, b_ring, out_buffers)
+    barriers = (ready, free, led)
+    operands = (a_ptr, b_ptr, stride_a, stride_b, scale_a_ptr, scale_b_ptr)
     gl.warp_specialize(
         [
-            (
-                _multiply_blocks,
-                (
-                    a_ring,
-                    b_ring,
-                    out_buffers,
-                    ready,
-                    free,
-                    led,
-                    out_desc,
-                    a_ptr,
-                    b_ptr,
-                    stride_a,
-                    stride_b,
-                    scale_a_ptr,
-                    scale_b_ptr,
-                    offs_ptr,
-                    sizes,
-                    0,
-                    IS_WGRAD,
-                    FAST_ACCUM,
-                    LEAD,
-                ),
-            ),
-            (
-                _multiply_blocks,
-                (
-                    a_ring,
-                    b_ring,
-                    out_buffers,
-                    ready,
-                    free,
-                    led,
-                    out_desc,
-                    a_ptr,
-                    b_ptr,
-                    stride_a,
-                    stride_b,
-                    scale_a_ptr,
-                    scale_b_ptr,
-                    offs_ptr,
-                    sizes,
-                    1,
-                    IS_WGRAD,
-                    FAST_ACCUM,
-                    LEAD,
-                ),
-            ),
+            (_multiply_blocks, (shared, barriers, out_desc, operands, offs_ptr, sizes, 0, IS_WGRAD, FAST_ACCUM, LEAD)),
+            (_multiply_blocks, (shared, barriers, out_desc, operands, offs_ptr, sizes, 1, IS_WGRAD, FAST_ACCUM, LEAD)),
             (_load_blocks, (a_desc, b_desc, a_ring, b_ring, ready, free, offs_ptr, sizes, IS_WGRAD)),
         ],
         worker_num_warps=[4, 1],

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from titan_fp8moe.kernels.launch import cdiv, next_power_of_2
 from titan_fp8moe.kernels.quantize_rowwise import (
     MAX_ROW,
     launch_rowwise_and_colwise_amax,
@@ -210,8 +211,8 @@ def _launch_colwise_amax(stride_xm, stride_xk, itemsize):
 
 def _rows_per_program(num_rows, num_col_blocks, block_m):
     """Few rows where the blocks would not fill the 132 SMs, at most 512: long enough to hide the start."""
-    rows = triton.cdiv(num_rows * num_col_blocks, 132 * 8)
-    return min(triton.cdiv(max(rows, 1), block_m) * block_m, 512)
+    rows = cdiv(num_rows * num_col_blocks, 132 * 8)
+    return min(cdiv(max(rows, 1), block_m) * block_m, 512)
 
 
 def _launch_cast_colwise(stride_xm, itemsize, per_group):
@@ -229,9 +230,9 @@ def launch_colwise_amax(x, row_scale, offs, amax, sizes, x_strides):
     num_batches, num_rows, num_cols = sizes
     num_groups = 1 if offs is None else offs.shape[0]
     block_m, block_k, align_m, num_warps = _launch_colwise_amax(*x_strides[1:], x.itemsize)
-    num_col_blocks = triton.cdiv(num_cols, block_k)
+    num_col_blocks = cdiv(num_cols, block_k)
     rows_per_program = _rows_per_program(num_rows, num_col_blocks * num_batches, block_m)
-    num_blocks = triton.cdiv(num_rows, rows_per_program) * num_col_blocks
+    num_blocks = cdiv(num_rows, rows_per_program) * num_col_blocks
     _colwise_amax_kernel[(num_blocks, num_batches)](
         x,
         row_scale,
@@ -242,7 +243,7 @@ def launch_colwise_amax(x, row_scale, offs, amax, sizes, x_strides):
         num_groups,
         rows_per_program,
         *x_strides,
-        triton.next_power_of_2(max(num_groups, 1)),
+        next_power_of_2(max(num_groups, 1)),
         block_m,
         block_k,
         align_m,
@@ -264,8 +265,8 @@ def launch_cast_colwise(
     if pack and q.numel() > 0 and any(stride % 16 for stride in q_strides):
         raise ValueError(f"q must be aligned to 16 bytes along each axis, got strides {q_strides}")
     # At least one row block: without tokens the scales are still due.
-    num_row_blocks = max(triton.cdiv(num_out_rows, block_m), 1)
-    _cast_colwise_kernel[(num_row_blocks * triton.cdiv(num_cols, block_k), num_batches)](
+    num_row_blocks = max(cdiv(num_out_rows, block_m), 1)
+    _cast_colwise_kernel[(num_row_blocks * cdiv(num_cols, block_k), num_batches)](
         x,
         row_scale,
         offs,
@@ -281,7 +282,7 @@ def launch_cast_colwise(
         stride_sg,
         *q_strides,
         pow2,
-        triton.next_power_of_2(max(num_groups, 1)),
+        next_power_of_2(max(num_groups, 1)),
         block_m,
         block_k,
         pack,

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from titan_fp8moe.kernels.launch import cdiv, next_power_of_2
 from titan_fp8moe.kernels.scale import (
     magnitude_bits,
     narrow_magnitude_bits,
@@ -158,7 +159,7 @@ def _launch_rowwise(num_cols, contiguous):
         return 64, 64, False, 4
     if num_cols > MAX_ROW:
         return 1, 8192, False, 8
-    block_k = max(triton.next_power_of_2(num_cols), 16)
+    block_k = max(next_power_of_2(num_cols), 16)
     block_m = max(4096 // block_k, 1)
     return block_m, block_k, True, min(max(block_m * block_k // 1024, 4), 8)
 
@@ -169,9 +170,9 @@ def _launch_rowwise_and_colwise_amax(num_cols):
     The rows are divided among the programs that the 132 SMs of an H100 or H200 hold at a time: fewer leave the memory
     idle, and each program more costs an atomic a column.
     """
-    head, tail = max(triton.next_power_of_2(num_cols), 16), 0
+    head, tail = max(next_power_of_2(num_cols), 16), 0
     if head > 1024:
-        rest = triton.next_power_of_2(num_cols - head // 2)
+        rest = next_power_of_2(num_cols - head // 2)
         if rest < head // 2:
             head, tail = head // 2, rest
     return head, tail, 3, 132 * (3 if num_cols > 2048 else 6), 4 if num_cols <= 8192 else 8
@@ -181,7 +182,7 @@ def launch_rowwise(x, q, scale, sizes, x_strides, q_strides, stride_sb, pow2):
     """``x (B, M, K) -> q (B, M, K)`` with contiguous rows, ``scale (B, M)``; sizes (B, M, K)."""
     num_batches, num_rows, num_cols = sizes
     block_m, block_k, one_block, num_warps = _launch_rowwise(num_cols, x_strides[2] == 1)
-    _rowwise_kernel[(triton.cdiv(num_rows, block_m), num_batches)](
+    _rowwise_kernel[(cdiv(num_rows, block_m), num_batches)](
         x,
         q,
         scale,
@@ -205,9 +206,9 @@ def launch_rowwise_and_colwise_amax(x, offs, q, scale, amax, sizes, x_strides, q
     """
     num_batches, num_rows, num_cols = sizes
     head, tail, num_stages, programs, num_warps = _launch_rowwise_and_colwise_amax(num_cols)
-    rows_per_program = max(triton.cdiv(num_rows * num_batches, programs), 1)
+    rows_per_program = max(cdiv(num_rows * num_batches, programs), 1)
     num_groups = 1 if offs is None else offs.shape[0]
-    _rowwise_and_colwise_amax_kernel[(triton.cdiv(num_rows, rows_per_program), num_batches)](
+    _rowwise_and_colwise_amax_kernel[(cdiv(num_rows, rows_per_program), num_batches)](
         x,
         offs,
         q,
@@ -221,7 +222,7 @@ def launch_rowwise_and_colwise_amax(x, offs, q, scale, amax, sizes, x_strides, q
         *q_strides,
         stride_sb,
         pow2,
-        triton.next_power_of_2(max(num_groups, 1)),
+        next_power_of_2(max(num_groups, 1)),
         head,
         tail,
         num_stages,

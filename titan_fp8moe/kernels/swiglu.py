@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from titan_fp8moe.kernels.launch import cdiv, next_power_of_2
 from titan_fp8moe.kernels.scale import magnitude_bits, quantize, scale_from_amax_bits
 
 
@@ -187,13 +188,13 @@ def _launch(num_cols, max_warps, registers, pow2):
     if num_cols > MAX_ROW:
         return 1, 4096, 0, options
     # The largest of the blocks, powers of two, that pad the row by little; of bf16 at most 16 bytes a thread.
-    whole = max(triton.next_power_of_2(num_cols), 64)
+    whole = max(next_power_of_2(num_cols), 64)
     block_h = next(
-        (block for block in (whole // 2, whole // 4) if triton.cdiv(num_cols, block) * block < 1.15 * num_cols),
+        (block for block in (whole // 2, whole // 4) if cdiv(num_cols, block) * block < 1.15 * num_cols),
         max(whole // 8, 16),
     )
     block_h = min(block_h, max_warps * 256)
-    parts = triton.cdiv(num_cols, block_h)
+    parts = cdiv(num_cols, block_h)
     block_m = max(2048 // whole, 1)
     warps = 1 << (max(block_m * block_h * parts // 512, 4).bit_length() - 1)
     options["num_warps"] = min(warps, max_warps)
@@ -213,7 +214,7 @@ def swiglu_quantize_rowwise(gate_up, q, scale, pow2):
     """
     num_rows, num_cols = q.shape
     block_m, block_h, parts, options = _launch(num_cols, 16, 32, pow2)
-    _swiglu_kernel[(triton.cdiv(num_rows, block_m),)](
+    _swiglu_kernel[(cdiv(num_rows, block_m),)](
         gate_up,
         q,
         scale,
@@ -243,7 +244,7 @@ def swiglu_backward_quantize_rowwise(grad_h, gate_up, q, scale, q_h, scale_h, po
     """
     num_rows, num_cols = q_h.shape
     block_m, block_h, parts, options = _launch(num_cols, 32, 64, pow2)
-    _swiglu_backward_kernel[(triton.cdiv(num_rows, block_m),)](
+    _swiglu_backward_kernel[(cdiv(num_rows, block_m),)](
         grad_h,
         gate_up,
         q,
