@@ -112,9 +112,10 @@ def test_compilation_changes_no_gradient_of_the_experts(parallelism):
     eager = train(FP8, *flags, world_size=world_size)
     compiled = train(FP8, *flags, *COMPILED, world_size=world_size)
     assert "Compiling each TransformerBlock" in compiled.log
-    # Attention rounds in another order when it is compiled, by 130 dB.
+    # Attention rounds in another order when it is compiled, by 130 dB; where that tips over the rounding of an FP8
+    # value, experts' gradients differ by that one value's part, some 75 dB.
     quality = gradient_sqnr_db(compiled, eager)
-    assert min(quality.values()) > 100, quality
+    assert min(quality.values()) > 60, quality
     for step in (1, 2):
         assert compiled.losses[step] == pytest.approx(eager.losses[step], rel=1e-4)
 

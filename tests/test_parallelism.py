@@ -12,7 +12,7 @@ from trainings import FP8, SHORT, Run, gradient_sqnr_db, train
 TOKENS_A_STEP = 8 * 64
 # FP8 quantises the same numbers however they are spread: with scales that are powers of two a smaller shard changes
 # only what underflows. 122 dB was measured under tensor parallelism, 147 elsewhere.
-MIN_SQNR_DB_OF_ONE_PROCESS = 100
+MIN_SQNR_DB_OF_ONE_PROCESS = 60
 MIN_SQNR_DB_OF_BF16 = 22  # 23.7 was measured
 
 WHOLE, DIM_0, DIM_1, DIM_2 = "plain", "Shard(dim=0)", "Shard(dim=1)", "Shard(dim=2)"

@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
+import triton
 from test_quantize_kernels import CUDA, Guarded, assert_same, data
 
 from titan_fp8moe import reference
@@ -152,6 +154,10 @@ def test_one_compiled_kernel_for_any_number_of_tokens():
     assert count() == compiled
 
 
+@pytest.mark.skipif(
+    triton.__version__.startswith("3.6.") and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0",
+    reason="triton 3.6's interpreter cannot run loops with numpy 2.4: it converts arrays of one element to integers",
+)
 def test_interpreted():
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     result = subprocess.run([sys.executable, __file__], env=env, capture_output=True, text=True, timeout=600)
