@@ -2,9 +2,10 @@
 
     python scripts/bench_grouped_mm.py [--shapes scout maverick deepseek_v3] [--tokens 1024 ... 131072] [--rounds 8]
 
-Forward is (T, D) x (E, D, H), dgrad (T, H) x (E, H, D), wgrad (H, T) x (T, D). Numerics are checked before anything is
-timed: equal to torch's FP8 kernel bit for bit where that takes the groups. Long products are power-bound, so variants
-run in bursts whose order changes from round to round, after a warm-up to a steady state.
+Forward is (T, D) x (E, D, H), dgrad (T, H) x (E, H, D), wgrad (H, T) x (T, D). In "wgrad, padded" our operands have
+each group at a multiple of 128 tokens, zeros between, as the experts have them; the others' are as in "wgrad". Numerics
+are checked before anything is timed: equal to torch's FP8 kernel bit for bit. Long products are power-bound, so
+variants run in bursts whose order changes from round to round, after a warm-up to a steady state.
 Writes scripts/results/grouped_mm.csv.
 """
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import ops
+from titan_fp8moe.float8 import padded_tokens
 
 SHAPES = {  # dim, hidden_dim, experts
     "scout": (5120, 8192, 16),
@@ -27,7 +29,7 @@ SHAPES = {  # dim, hidden_dim, experts
     "deepseek_v3": (7168, 2048, 32),
 }
 TOKENS = (1024, 4096, 16384, 65536, 131072)
-DIRECTIONS = ("forward", "dgrad", "wgrad")
+DIRECTIONS = ("forward", "dgrad", "wgrad", "wgrad, padded")
 BURST_MS = 20
 
 
@@ -65,7 +67,18 @@ def rowwise_products(tokens: int, k: int, n: int, offs: Tensor) -> tuple[dict, T
     return functions, a[-rows:].float() @ b_t[-1].float() * scale_a[-rows:, None] * scale_b[-1]
 
 
-def wgrad_products(tokens: int, n: int, k: int, offs: Tensor) -> tuple[dict, Tensor]:
+def pad_groups(x: Tensor, offs: Tensor) -> Tensor:
+    """Groups of columns of ``x (N, T)`` moved to where `ops.padded_offs` has them, zeros between."""
+    num_columns = padded_tokens(x.shape[1], offs.shape[0])
+    padded = torch.zeros(x.shape[0], num_columns, device="cuda", dtype=torch.uint8)
+    start = padded_start = 0
+    for end, padded_end in zip(offs.tolist(), ops.padded_offs(offs).tolist(), strict=True):
+        padded[:, padded_start : padded_start + end - start] = x[:, start:end].view(torch.uint8)
+        start, padded_start = end, padded_end
+    return padded.view(x.dtype)
+
+
+def wgrad_products(tokens: int, n: int, k: int, offs: Tensor, padded: bool) -> tuple[dict, Tensor]:
     """Functions of the 2d-2d product, and its float32 result for the last rows of the last group."""
     grad, x = normal(tokens, n), normal(tokens, k)
     a, scale_a = ops.quantize_rowwise_per_group(grad.t(), offs)
@@ -73,6 +86,9 @@ def wgrad_products(tokens: int, n: int, k: int, offs: Tensor) -> tuple[dict, Ten
     dense_a, dense_scale_a = ops.quantize_rowwise(normal(tokens, k))
     dense_b, dense_scale_b = ops.quantize_rowwise(normal(n, k))
     functions = products(a, b_t, scale_a, scale_b, offs)
+    if padded:
+        a_padded, b_padded, ends = pad_groups(a, offs), pad_groups(b_t.t(), offs).t(), ops.padded_offs(offs)
+        functions["ours"] = lambda: ops.scaled_grouped_mm(a_padded, b_padded, scale_a, scale_b, ends, torch.bfloat16)
     functions["bf16"] = lambda: torch._grouped_mm(grad.t(), x, offs=offs)
     functions["dense"] = lambda: torch._scaled_mm(
         dense_a,
@@ -146,8 +162,9 @@ def main() -> None:
             for routing in ("uniform", "skewed"):
                 offs = aligned_offs(tokens, num_experts, routing)
                 for direction in args.directions:
-                    if direction == "wgrad":
-                        functions, expected = wgrad_products(tokens, hidden_dim, dim, offs)
+                    if direction.startswith("wgrad"):
+                        padded = direction.endswith("padded")
+                        functions, expected = wgrad_products(tokens, hidden_dim, dim, offs, padded)
                     else:
                         k, n = (dim, hidden_dim) if direction == "forward" else (hidden_dim, dim)
                         functions, expected = rowwise_products(tokens, k, n, offs)
