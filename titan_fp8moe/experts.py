@@ -8,6 +8,7 @@ tensors moved to column scales, so x is kept in FP8.
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from titan_fp8moe import ops
 from titan_fp8moe.grouped_mm import check_options
@@ -54,6 +55,7 @@ class _Float8Experts(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         recipe, pow2, fast, gemm_backend = ctx.options
         offs, gate_up, *kept = ctx.saved_tensors

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from titan_fp8moe import ops
 
@@ -28,6 +29,7 @@ class _Float8GroupedMM(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         x, w_t, offs = ctx.saved_tensors
         recipe, pow2, fast_accum, gemm_backend = ctx.options

@@ -9,6 +9,8 @@ import torch
 
 from titan_fp8moe.float8 import FP8_DTYPE, FP8_MAX, leading_dim, padded_tokens, scale_from_amax
 
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
 
 def _divide(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     # Each NaN is replaced by the canonical one: its sign would otherwise depend on the device.
@@ -104,7 +106,8 @@ def requantize_colwise_per_group(
     padded_offs: torch.Tensor,
     round_scales_to_power_of_2: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dequantized = q.float() * scale[:, None]
+    # What was rounded up to 2**128 is the largest number: a finite input never becomes infinite.
+    dequantized = (q.float() * scale[:, None]).clamp(-FLOAT32_MAX, FLOAT32_MAX)
     scale_col = scale_from_amax(_colwise_per_group_amax(dequantized, offs), round_scales_to_power_of_2)
     scale_of_row = _scale_of_row(scale_col, offs, q.shape[0])
     if round_scales_to_power_of_2:

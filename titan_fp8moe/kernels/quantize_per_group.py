@@ -81,7 +81,11 @@ def _colwise_amax_kernel(
                     x = tl.load(row_ptrs, mask=in_rows & in_cols[None, :], other=0.0)
                 x = _dequantize(x, row_scale_ptr, row, in_rows)
                 amax = tl.maximum(amax, magnitude_bits(x))
-            update_amax(amax_ptr + (batch + group) * num_cols + col, tl.max(amax, 0), in_cols)
+            bits = tl.max(amax, 0)
+            if row_scale_ptr is not None:
+                # What was rounded up to 2**128 is the largest number. e4m3 has no infinity of its own.
+                bits = tl.where(bits == 0x7F800000, 0x7F7FFFFF, bits)
+            update_amax(amax_ptr + (batch + group) * num_cols + col, bits, in_cols)
         start = end
 
 

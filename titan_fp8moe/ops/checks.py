@@ -6,6 +6,8 @@ from torch import Tensor
 from titan_fp8moe.float8 import ALIGNMENT, FP8_DTYPE, leading_dim
 
 INPUT_DTYPES = (torch.bfloat16, torch.float32)
+MAX_EXPERTS = 65535
+"""Bound of a CUDA grid's second and third dimensions, along which kernels have experts."""
 
 
 def check_input(name: str, x: Tensor, dim: int) -> None:
@@ -22,6 +24,8 @@ def check_activation(name: str, x: Tensor) -> None:
 
 def check_weight(name: str, w_t: Tensor) -> None:
     check_input(name, w_t, 3)
+    if w_t.shape[0] > MAX_EXPERTS:
+        raise ValueError(f"{name} must hold at most {MAX_EXPERTS} experts, got {w_t.shape[0]}; split them")
     check_multiple_of_16(K=w_t.shape[1], N=w_t.shape[2])
 
 
@@ -42,22 +46,24 @@ def check_scale(name: str, scale: Tensor, shape: tuple[int, ...], data: Tensor) 
         )
 
 
-def check_offs(offs: Tensor, data: Tensor) -> None:
+def check_offs(offs: Tensor, data: Tensor, name: str = "offs") -> None:
     if offs.dtype != torch.int32 or offs.dim() != 1:
         raise TypeError(
-            f"offs must be int32 with shape (E,), got {offs.dtype} with shape {tuple(offs.shape)}; "
+            f"{name} must be int32 with shape (E,), got {offs.dtype} with shape {tuple(offs.shape)}; "
             "use torch.cumsum(group_sizes, 0, dtype=torch.int32)"
         )
     if offs.device != data.device:
         raise ValueError(
-            f"offs must be on the device of the data, {data.device}, got {offs.device}; move it with offs.to(...)"
+            f"{name} must be on the device of the data, {data.device}, got {offs.device}; move it with {name}.to(...)"
         )
 
 
 def check_multiple_of_16(**sizes: int) -> None:
     for name, size in sizes.items():
-        if size % ALIGNMENT != 0:
-            raise ValueError(f"{name} must be divisible by {ALIGNMENT} for FP8 GEMMs, got {size}; pad the dimension")
+        if size % ALIGNMENT != 0 or size == 0:
+            raise ValueError(
+                f"{name} must be positive and divisible by {ALIGNMENT} for FP8 GEMMs, got {size}; pad the dimension"
+            )
 
 
 def check_out_dtype(out_dtype: torch.dtype) -> None:

@@ -109,6 +109,7 @@ def _triton_scaled_grouped_mm(
     if num_tokens >= _MAX_TOKENS:
         raise ValueError(f"the Triton grouped GEMM takes fewer than {_MAX_TOKENS} tokens, got {num_tokens}; split them")
     a, b_t = _for_copy_engine(a), _for_copy_engine(b_t.transpose(-2, -1)).transpose(-2, -1)
+    offs = offs.contiguous()
     out = _empty_out(a, b_t, offs, out_dtype)
     launch = kernels.grouped_gemm_2d_3d if b_t.dim() == 3 else kernels.grouped_gemm_2d_2d
     with torch.cuda.device(a.device):

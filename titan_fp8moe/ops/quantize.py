@@ -10,6 +10,7 @@ from titan_fp8moe.kernels import quantize_rowwise as rowwise_kernels
 from titan_fp8moe.ops.checks import (
     check_activation,
     check_fp8,
+    check_input,
     check_multiple_of_16,
     check_offs,
     check_scale,
@@ -53,7 +54,9 @@ def _quantize_colwise_per_group(x: Tensor, offs: Tensor, round_scales_to_power_o
     (m, k), num_groups = x.shape, offs.shape[0]
     q, scale = empty_column_major(x, m, k), empty_scale(x, num_groups, k)
     with torch.cuda.device(x.device):
-        kernels.quantize_colwise_per_group(x, offs, q, scale, zero_amax(x, num_groups, k), round_scales_to_power_of_2)
+        kernels.quantize_colwise_per_group(
+            x, offs.contiguous(), q, scale, zero_amax(x, num_groups, k), round_scales_to_power_of_2
+        )
     return q, scale
 
 
@@ -99,6 +102,7 @@ def quantize_rowwise_per_group(
     Returns:
         q ``(N, M)`` e4m3 row-major (rows `leading_dim` apart), zeros past ``offs[-1]``, and scale ``(E, N)``.
     """
+    check_input("x_t", x_t, 2)
     check_activation("x_t", x_t.t())
     check_offs(offs, x_t)
     q, scale = _quantize_colwise_per_group(x_t.t(), offs, round_scales_to_power_of_2)
@@ -107,6 +111,7 @@ def quantize_rowwise_per_group(
 
 @quantize_rowwise_per_group.register_fake
 def _(x_t: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
+    check_input("x_t", x_t, 2)
     check_activation("x_t", x_t.t())
     check_offs(offs, x_t)
     n, m = x_t.shape
@@ -140,6 +145,7 @@ def quantize_rowwise_and_colwise_per_group(
     q, scale = empty_fp8(x, m, k), empty_scale(x, m)
     q_col, scale_col = _empty_padded(x, num_groups), empty_scale(x, num_groups, k)
     amax = zero_amax(x, num_groups, k)
+    offs, padded_offs = offs.contiguous(), padded_offs.contiguous()
     with torch.cuda.device(x.device):
         kernels.quantize_rowwise_and_colwise_per_group(
             x, offs, padded_offs, q, scale, q_col, scale_col, amax, round_scales_to_power_of_2
@@ -149,7 +155,7 @@ def quantize_rowwise_and_colwise_per_group(
 
 def _check_padded(x: Tensor, offs: Tensor, padded_offs: Tensor) -> None:
     check_offs(offs, x)
-    check_offs(padded_offs, x)
+    check_offs(padded_offs, x, "padded_offs")
     if padded_offs.shape != offs.shape:
         raise ValueError(
             f"padded_offs must be padded_offs(offs) of titan_fp8moe.float8, got shape {tuple(padded_offs.shape)} for "
@@ -206,6 +212,7 @@ def requantize_colwise_per_group(
     k, num_groups = q.shape[1], offs.shape[0]
     q_col, scale_col = _empty_padded(q, num_groups), empty_scale(q, num_groups, k)
     amax = zero_amax(q, num_groups, k)
+    offs, padded_offs = offs.contiguous(), padded_offs.contiguous()
     with torch.cuda.device(q.device):
         kernels.requantize_colwise_per_group(
             q, scale, offs, padded_offs, q_col, scale_col, amax, round_scales_to_power_of_2

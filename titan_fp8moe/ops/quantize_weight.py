@@ -21,9 +21,11 @@ def _empty_rowwise(w_t: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _quantize_colwise(w_t: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
-    if w_t.numel() == 0 or not is_hopper(w_t.device):
-        return reference.quantize_weight_colwise(w_t, pow2)
     e, _, n = w_t.shape
+    if e == 0:
+        return _empty_colwise(w_t, n)
+    if not is_hopper(w_t.device):
+        return reference.quantize_weight_colwise(w_t, pow2)
     q, scale = _empty_colwise(w_t, n)
     with torch.cuda.device(w_t.device):
         kernels.quantize_weight_colwise(w_t, q, scale, zero_amax(w_t, e, n), pow2)
@@ -74,11 +76,13 @@ def _(w_t: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Ten
 
 def _quantize_both(weights: tuple[Tensor, ...], pow2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     w_t = weights[0]
-    if w_t.numel() == 0 or not is_hopper(w_t.device):
-        return reference.quantize_weight(torch.cat(weights, 2) if len(weights) > 1 else w_t, pow2)
     e, k, _ = w_t.shape
     n = sum(w.shape[2] for w in weights)
+    if e > 0 and not is_hopper(w_t.device):
+        return reference.quantize_weight(torch.cat(weights, 2) if len(weights) > 1 else w_t, pow2)
     outputs = *_empty_colwise(w_t, n), *_empty_rowwise(w_t, n)
+    if e == 0:
+        return outputs
     with torch.cuda.device(w_t.device):
         kernels.quantize_weight(weights, *outputs, zero_amax(w_t, e, k), pow2)
     return outputs
@@ -124,10 +128,12 @@ def quantize_joint_weight_colwise(
 ) -> tuple[Tensor, Tensor]:
     """`quantize_weight_colwise` of ``w1_t`` and ``w3_t (E, K, N)`` side by side, ``(E, K, 2N)``, never concatenated."""
     _check_joint(w1_t, w3_t)
-    if w1_t.numel() == 0 or not is_hopper(w1_t.device):
-        return reference.quantize_weight_colwise(torch.cat((w1_t, w3_t), 2), round_scales_to_power_of_2)
     e, _, n = w1_t.shape
+    if e > 0 and not is_hopper(w1_t.device):
+        return reference.quantize_weight_colwise(torch.cat((w1_t, w3_t), 2), round_scales_to_power_of_2)
     q, scale = _empty_colwise(w1_t, 2 * n)
+    if e == 0:
+        return q, scale
     with torch.cuda.device(w1_t.device):
         for w_t, part in ((w1_t, slice(None, n)), (w3_t, slice(n, None))):
             amax = zero_amax(w_t, e, n)

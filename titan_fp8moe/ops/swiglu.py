@@ -54,10 +54,11 @@ def _check_swiglu_backward(grad_h: Tensor, gate_up: Tensor) -> None:
     _check_gate_up(gate_up)
     check_input("grad_h", grad_h, 2)
     shape = (gate_up.shape[0], gate_up.shape[1] // 2)
-    if tuple(grad_h.shape) != shape or (grad_h.stride(1) != 1 and grad_h.numel() > 0):
+    row_major = grad_h.stride(1) == 1 or grad_h.numel() == 0
+    if tuple(grad_h.shape) != shape or not row_major or grad_h.device != gate_up.device:
         raise ValueError(
-            f"grad_h must be row-major with shape {shape}, got shape {tuple(grad_h.shape)} with strides "
-            f"{grad_h.stride()}"
+            f"grad_h must be row-major with shape {shape} on {gate_up.device}, got shape {tuple(grad_h.shape)} with "
+            f"strides {grad_h.stride()} on {grad_h.device}"
         )
 
 

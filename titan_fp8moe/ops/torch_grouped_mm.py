@@ -16,6 +16,8 @@ class _PaddedGroups:
 
     def __init__(self, offs: Tensor, num_rows: int) -> None:
         num_groups = offs.shape[0]
+        # Whatever offs holds, no group reaches out of bounds. torch's kernels would follow it.
+        offs = offs.clamp(0, num_rows).cummax(0).values
         starts = torch.cat((offs.new_zeros(1), offs[:-1]))
         sizes = offs - starts
         padded_sizes = ((sizes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT).clamp_min(ALIGNMENT)
