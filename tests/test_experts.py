@@ -275,3 +275,22 @@ def test_memory_kept_for_backward(dtype, keep, device):
     kept_bf16 = saved_bytes(bf16_experts, x, *w, offs)
     kept_fp8 = saved_bytes(lambda *args: float8_experts(*args, keep_quantized_weights=keep), x, *w, offs)
     assert kept_fp8 <= 0.65 * kept_bf16, f"{kept_fp8} against {kept_bf16} bytes"
+
+
+def test_a_gradient_of_a_gradient_is_refused(device):
+    offs = end_offsets([16, 16], device)
+    w1, w2, w3 = weights(2, 32, 48, device, torch.float32)
+    x = normal(32, 32, device=device).requires_grad_()
+    for out in (float8_experts(x, w1, w2, w3, offs), float8_grouped_mm(x, w1.transpose(1, 2), offs)):
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 5])
+def test_no_expert_compiles(num_tokens):
+    x, offs = torch.ones(num_tokens, 32, requires_grad=True), end_offsets([])
+    w1, w2, w3 = torch.ones(0, 48, 32), torch.ones(0, 32, 48), torch.ones(0, 48, 32)
+    out = torch.compile(float8_experts, fullgraph=True)(x, w1, w2, w3, offs)
+    out.sum().backward()
+    assert not out.any() and not x.grad.any() and x.grad.shape == x.shape

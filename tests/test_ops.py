@@ -6,6 +6,7 @@ from numerics import GROUP_SIZES, bits, end_offsets, normal, sqnr_db, tokens
 
 from titan_fp8moe import ops, reference
 from titan_fp8moe.float8 import FP8_MAX, SCALE_MIN, padded_offs
+from titan_fp8moe.ops import torch_grouped_mm
 
 POW2 = pytest.mark.parametrize("pow2", [True, False])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -437,6 +438,77 @@ def test_scaled_grouped_mm_refuses(change, error, message, device):
         ops.scaled_grouped_mm(**(args | change(args)))
 
 
+def test_offsets_of_any_stride(device):
+    sizes, k = [20, 0, 33, 11], 48
+    offs = end_offsets(sizes, device)
+    padded = padded_offs(offs)
+    # Between them, what a kernel that ignores the stride would take for ends of groups.
+    strided, strided_padded = (torch.stack((o, torch.full_like(o, 7)), 1)[:, 0] for o in (offs, padded))
+    assert not strided.is_contiguous() and torch.equal(padded_offs(strided), padded)
+    x = normal(sum(sizes), k, device=device)
+    q, scale = ops.quantize_rowwise(x)
+    b, scale_b = ops.quantize_weight_colwise(normal(len(sizes), k, 32, device=device))
+    for pow2 in (True, False):
+        for actual, expected in (
+            (ops.quantize_colwise_per_group(x, o, pow2) for o in (strided, offs)),
+            (ops.quantize_rowwise_per_group(x.t(), o, pow2) for o in (strided, offs)),
+            (
+                ops.quantize_rowwise_and_colwise_per_group(x, *o, pow2)
+                for o in ((strided, strided_padded), (offs, padded))
+            ),
+            (ops.requantize_colwise_per_group(q, scale, *o, pow2) for o in ((strided, strided_padded), (offs, padded))),
+        ):
+            assert_same(actual, expected)
+    out, expected = (ops.scaled_grouped_mm(q, b, scale, scale_b, o, torch.float32) for o in (strided, offs))
+    assert torch.equal(out, expected)
+    assert torch.equal(*(ops.grouped_mm_wgrad(x, x, o, torch.float32) for o in (strided, offs)))
+
+
+@pytest.mark.parametrize("ends", [[30, 1000], [100, 0, 100], [-5, 20, 64]])
+def test_torch_kernels_never_get_offsets_out_of_bounds(ends):
+    groups = torch_grouped_mm._PaddedGroups(torch.tensor(ends, dtype=torch.int32), 64)
+    padded = groups.pad(torch.ones(64, 16), 0)
+    assert groups.offs.dtype == torch.int32 and int(groups.offs[-1]) <= padded.shape[0]
+    assert (groups.offs.diff() >= 0).all() and (groups.offs % 16 == 0).all()
+
+
+@pytest.mark.parametrize("pow2", [True, False])
+def test_the_largest_numbers_stay_finite_from_rows_to_columns(pow2, device):
+    x = torch.full((32, 32), torch.finfo(torch.float32).max, device=device)
+    x[1:, 0] = 1.0
+    offs = end_offsets([20, 12], device)
+    _, scale_col = ops.requantize_colwise_per_group(*ops.quantize_rowwise(x, pow2), offs, padded_offs(offs), pow2)
+    assert scale_col.isfinite().all()
+
+
+def test_refuses_an_empty_contraction(device):
+    x, offs = torch.ones(5, 0, device=device), end_offsets([5], device)
+    for op, args in (
+        (ops.quantize_rowwise, (x,)),
+        (ops.quantize_colwise_per_group, (x, offs)),
+        (ops.swiglu_quantize_rowwise, (x,)),
+        (ops.quantize_weight_colwise, (x.new_ones(2, 0, 16),)),
+        (ops.quantize_weight_rowwise, (x.new_ones(2, 16, 0),)),
+    ):
+        with pytest.raises(ValueError, match="must be positive and divisible by 16"):
+            op(*args)
+
+
+def test_refuses_more_experts_than_a_grid_has(device):
+    with pytest.raises(ValueError, match="must hold at most 65535 experts, got 65536"):
+        ops.quantize_weight(torch.ones(1, 16, 16, device=device).expand(65536, -1, -1))
+
+
+def test_refuses_what_is_not_what_its_message_names(device):
+    offs, x = end_offsets([16], device), normal(16, 16, device=device)
+    with pytest.raises(ValueError, match="x_t must have 2 dimensions"):
+        ops.quantize_rowwise_per_group(x[None], offs)
+    with pytest.raises(TypeError, match="padded_offs must be int32"):
+        ops.quantize_rowwise_and_colwise_per_group(x, offs, offs.long())
+    with pytest.raises(ValueError, match=r"grad_h must be row-major with shape .* on meta"):
+        ops.swiglu_backward_quantize_rowwise(x, torch.empty(16, 32, device="meta"))
+
+
 def test_refuses_dimensions_not_divisible_by_16(device):
     offs, odd = end_offsets([16, 16], device), normal(32, 24, device=device)
     calls = [
@@ -450,11 +522,11 @@ def test_refuses_dimensions_not_divisible_by_16(device):
         (ops.swiglu_quantize_rowwise, (normal(32, 48, device=device),), "H"),
     ]
     for op, args, name in calls:
-        with pytest.raises(ValueError, match=f"{name} must be divisible by 16 for FP8 GEMMs, got 24"):
+        with pytest.raises(ValueError, match=f"{name} must be positive and divisible by 16 for FP8 GEMMs, got 24"):
             op(*args)
     a, scale_a = reference.quantize_rowwise(odd)
     b_t, scale_b = reference.quantize_weight_colwise(normal(2, 24, 64, device=device))
-    with pytest.raises(ValueError, match="K must be divisible by 16 for FP8 GEMMs, got 24"):
+    with pytest.raises(ValueError, match="K must be positive and divisible by 16 for FP8 GEMMs, got 24"):
         ops.scaled_grouped_mm(a, b_t, scale_a, scale_b, offs, torch.bfloat16)
 
 
