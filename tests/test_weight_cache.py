@@ -263,6 +263,21 @@ def test_what_torch_does_not_count_needs_a_clear(way):
     assert torch.equal(actual, expected)
 
 
+def test_averaged_weights_swapped_in_for_an_evaluation_leave_nothing_behind(quantised):
+    experts = build()["experts"]
+    x = normal(36, DIM)
+    expected = experts(x, SIZES)
+    clear_quantized_weights(experts)
+    for factor in (2, 0.5):
+        for parameter in experts.parameters():
+            parameter.data.mul_(factor)  # as averages are copied in and out: not counted
+        experts.eval()
+        evaluated = experts(x, SIZES)
+        experts.train()
+    assert torch.equal(evaluated, expected) and quantised == [1]
+    assert torch.equal(experts(x, SIZES), expected) and quantised == [2]
+
+
 def test_a_distributed_checkpoint_loaded_into_the_model_is_seen(tmp_path):
     other = build()
     double(other["experts"])

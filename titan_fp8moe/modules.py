@@ -114,8 +114,9 @@ class Float8GroupedExperts(GroupedExperts):
         weights = self.local_weights()
         padded_by_dispatcher = isinstance(self.w1, DTensor) and "ep" in self.w1.device_mesh.mesh_dim_names
         run_experts = self.run_experts
-        # A compiler would take what is in the cache for constants.
-        if self.weight_cache is not None and not torch.compiler.is_compiling():
+        # A compiler would take what is in the cache for constants. Evaluation neither fills nor uses it: averages
+        # of weights are often swapped in for it, and out again, by writes that torch does not count.
+        if self.weight_cache is not None and self.training and not torch.compiler.is_compiling():
             run_experts = partial(
                 run_experts, quantized_weights=self.weight_cache.get((self.w1, self.w2, self.w3), weights)
             )
