@@ -24,6 +24,7 @@ import benchlib
 import make_assets
 import torch
 import torch.distributed as dist
+import trainerlib
 import triton
 from torch.distributed.tensor import DTensor
 from torchtitan.components.metrics import BaseLogger
@@ -136,11 +137,7 @@ def run_both(args: argparse.Namespace, flags: list[str]) -> list[dict]:
         "--compile.components=model,loss",
         *flags,
     ]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        # Nothing is fetched, and nothing is left in the user's cache.
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(out / "hf_home"),
+    environment = trainerlib.offline_environment(out) | {
         # One process, without torchrun.
         **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"},
     }
@@ -157,8 +154,7 @@ def run_both(args: argparse.Namespace, flags: list[str]) -> list[dict]:
     for name, status in zip(RUNS, statuses, strict=True):
         if status != 0:
             log = out / f"{name}.log"
-            end = "".join(log.read_text().splitlines(keepends=True)[-25:])
-            raise RuntimeError(f"the run failed ({status}); the whole log is {log}\n{end}")
+            raise RuntimeError(f"the run failed ({status}); the whole log is {log}\n{trainerlib.end_of(log)}")
     return [json.loads((out / f"{name}.json").read_text()) for name in RUNS]
 
 

@@ -217,6 +217,20 @@ def read_result(folder: Path, processes: int) -> Result:
     return Result(steps, validations, notes)
 
 
+def offline_environment(out: Path) -> dict[str, str]:
+    """Of a training process that imports this repository, fetches nothing and leaves nothing in the user's cache."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(out.resolve() / "hf_home"),
+    }
+
+
+def end_of(log: Path) -> str:
+    """Its last lines."""
+    return "".join(log.read_text().splitlines(keepends=True)[-25:])
+
+
 def train(run: Run, out: Path, timeout_s: float) -> Result:
     """The result of ``run``, from ``out`` where it is finished, else from a subprocess.
 
@@ -228,12 +242,8 @@ def train(run: Run, out: Path, timeout_s: float) -> Result:
     if finished.exists():
         return read_result(folder, run.processes)
     folder.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    environment = offline_environment(out) | {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        # Nothing is fetched, and nothing is left in the user's cache.
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(out.resolve() / "hf_home"),
         # The data loader's process is forked after the tokenizer was used.
         "TOKENIZERS_PARALLELISM": "false",
         **run.environment,
@@ -257,8 +267,7 @@ def train(run: Run, out: Path, timeout_s: float) -> Result:
                 process.kill()
                 process.wait()
     if status != 0:
-        end = "".join(log.read_text().splitlines(keepends=True)[-25:])
-        raise RuntimeError(f"{run.name} failed ({status}); the whole log is {log}\n{end}")
+        raise RuntimeError(f"{run.name} failed ({status}); the whole log is {log}\n{end_of(log)}")
     result = read_result(folder, run.processes)
     finished.touch()
     return result
