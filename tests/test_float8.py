@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from titan_fp8moe.float8 import FP8_MAX, SCALE_MIN, round_up, scale_from_amax
+from titan_fp8moe.float8 import FP8_MAX, SCALE_MIN, is_hopper, round_up, scale_from_amax
 
 
 def smallest_power_of_2_scale(amax: float) -> float:
@@ -50,6 +50,14 @@ def test_scale_is_finite_and_never_below_the_smallest_normal(amax, pow2):
 @pytest.mark.parametrize("amax", [math.inf, math.nan])
 def test_scale_of_non_finite_is_nan(amax, pow2):
     assert scale_from_amax(torch.tensor(amax), pow2).isnan()
+
+
+def test_an_accelerator_of_amd_is_not_hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    device = torch.device("cuda", 0)
+    assert is_hopper(device)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not is_hopper(device)
 
 
 def test_round_up():

@@ -280,6 +280,19 @@ REFUSALS = {
         ["--parallelism.tensor_parallel_degree=64"],
         "hidden_dim 512 in 64 tensor parallel",
     ),
+    "cached weights that FSDP gathers": (
+        DEBUG_TOML,
+        ["--fp8moe.cache_weights=always", "--parallelism.data_parallel_shard_degree=2"],
+        'fp8moe.cache_weights is "always", but FSDP',
+    ),
+    "cached weights that change in backward": (
+        DEBUG_TOML,
+        ["--fp8moe.cache_weights=always", "--optimizer.early_step_in_backward"],
+        'fp8moe.cache_weights is "always", but optimizer.early_step_in_backward',
+    ),
+    "no table": ("fp8moe = 3\n" + WITH_CONFIG_MODULE, [], "fp8moe must be a table, [fp8moe] and keys below it, got"),
+    # torchtitan itself takes any string from a TOML.
+    "dtype": (WITH_CONFIG_MODULE + '[training]\ndtype = "fp16"\n', [], "KeyError: 'fp16'"),
     "both": (
         DEBUG_TOML,
         ["--model.converters=fp8moe,quantize.grouped_mm.mx"],
@@ -293,6 +306,14 @@ REFUSALS = {
 def test_check_says_why_a_run_would_refuse(check, name):
     toml, flags, message = REFUSALS[name]
     assert_refused(check(toml, *flags), message)
+
+
+@pytest.mark.parametrize("shards", ["-1", "1"])
+def test_check_says_where_more_processes_are_refused(check, shards):
+    flags = ["--fp8moe.cache_weights=always", f"--parallelism.data_parallel_shard_degree={shards}"]
+    status, out = check(DEBUG_TOML, *flags)
+    assert status == 0
+    assert ("note: with more than one process the run is refused" in out) == (shards == "-1")
 
 
 def test_check_names_the_converters_that_exist(check):

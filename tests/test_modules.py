@@ -280,6 +280,14 @@ def test_layers_share_what_was_compiled():
     assert counter.frame_count == 1
 
 
+def test_many_models_in_a_process_stay_compiled():
+    # As many recompilations as Dynamo allows one function, and one more.
+    for _ in range(torch._dynamo.config.recompile_limit + 1):
+        counter = CompileCounterWithBackend("eager")
+        convert(build_moe(), compile_backend=counter)(normal(1, 21, DIM))
+        assert counter.frame_count == 1
+
+
 def test_nothing_is_compiled_unasked(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda *args, **kwargs: pytest.fail("compiled"))
     convert(build_moe())(normal(1, 13, DIM))

@@ -172,11 +172,14 @@ def _check_readable(toml: str) -> None:
         raise Refusal(f"no such file: {toml}")
     try:
         with open(toml, "rb") as file:
-            tomllib.load(file)
+            section = tomllib.load(file).get(converter.CONVERTER_NAME, {})
     except OSError as error:
         raise Refusal(f"the file cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise Refusal(f"the file is not TOML: {error}") from error
+    if not isinstance(section, dict):
+        # torchtitan ignores it with a warning.
+        raise Refusal(f"fp8moe must be a table, [fp8moe] and keys below it, got fp8moe = {section!r}")
 
 
 def _check_registration(job_config: JobConfig) -> None:
@@ -247,8 +250,14 @@ def check(toml: str, flags: list[str]) -> int:
         else:
             backend = "no GPU here: whether the target has FP8 grouped GEMMs was not checked"
         selected = converter.select_experts(model, config, hidden_dim_shards=converter.hidden_dim_shards_of(job_config))
+        p = job_config.parallelism
+        degrees = (p.data_parallel_shard_degree, p.context_parallel_degree, p.expert_parallel_degree)
+        converter.weights_change_unseen(config, job_config, sharded=max(degrees) > 1)
     except (Refusal, ValueError, TypeError, RuntimeError, ImportError) as error:
         print(f"REFUSED {toml}: {error}")
+        return 1
+    except Exception as error:  # from torchtitan, the model or the user's own modules, as the trainer would meet it
+        print(f"REFUSED {toml}: {type(error).__name__}: {error}")
         return 1
 
     experts = converter.find_experts(model)
@@ -262,6 +271,8 @@ def check(toml: str, flags: list[str]) -> int:
         f"recipe {config.recipe}, alignment {config.token_group_alignment}, "
         f"{f'compiled with {compile_backend}' if compile_backend else 'not compiled'}, {backend}"
     )
+    if config.cache_weights == "always" and p.data_parallel_shard_degree == -1:
+        print('note: with more than one process the run is refused, because FSDP is on and cache_weights is "always"')
     print("OK")
     return 0
 

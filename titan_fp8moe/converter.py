@@ -140,36 +140,67 @@ def forward_passes_a_step(job_config: JobConfig, parallel_dims: ParallelDims) ->
     return passes
 
 
+def weights_change_unseen(config: FP8MoE, job_config: JobConfig, *, sharded: bool) -> bool:
+    """Whether weights can change in a way that a cache of their FP8 form would not see.
+
+    Args:
+        config: the ``[fp8moe]`` section.
+        job_config: the whole configuration.
+        sharded: FSDP or expert parallelism is on.
+
+    Raises:
+        ValueError: they can, and ``cache_weights`` is "always".
+    """
+    if sharded:
+        unseen = "FSDP, also where expert parallelism brings it, gathers weights into memory that it uses again"
+    elif job_config.optimizer.early_step_in_backward:
+        unseen = "optimizer.early_step_in_backward changes weights between the forward passes of a step"
+    else:
+        return False
+    if config.cache_weights == "always":
+        raise ValueError(
+            f'fp8moe.cache_weights is "always", but {unseen}, and FP8 weights could be stale; set it to "auto"'
+        )
+    return True
+
+
 def weights_are_cached(config: FP8MoE, job_config: JobConfig, parallel_dims: ParallelDims) -> bool:
     """Whether converted modules keep FP8 weights until the optimizer's step.
 
     Raises:
-        ValueError: ``cache_weights`` is "always", and a change of the weights could go unseen.
+        ValueError: see `weights_change_unseen`.
     """
-    if config.cache_weights == "never":
-        return False
-    unseen = None
-    if parallel_dims.fsdp_enabled or parallel_dims.ep_enabled:
-        unseen = "FSDP, also where expert parallelism brings it, gathers weights into memory that it uses again"
-    elif job_config.optimizer.early_step_in_backward:
-        unseen = "optimizer.early_step_in_backward changes weights between the forward passes of a step"
-    if unseen and config.cache_weights == "always":
-        raise ValueError(
-            f'fp8moe.cache_weights is "always", but {unseen}, and FP8 weights could be stale; set it to "auto"'
-        )
-    if unseen:
+    sharded = parallel_dims.fsdp_enabled or parallel_dims.ep_enabled
+    if weights_change_unseen(config, job_config, sharded=sharded) or config.cache_weights == "never":
         return False
     return config.cache_weights == "always" or forward_passes_a_step(job_config, parallel_dims) > 1
 
 
-def _check_experts(fqn: str, experts: GroupedExperts, emulate: bool, hidden_dim_shards: int) -> None:
+def select_backend(config: FP8MoE) -> str:
+    """The GEMM backend for this machine's accelerator: what ``gemm_backend`` resolves to, or the emulation.
+
+    Raises:
+        RuntimeError: a GPU without FP8 grouped GEMM, and ``emulate`` is off.
+    """
+    if not torch.cuda.is_available():
+        return "reference"
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        return ops.resolve_gemm_backend(config.gemm_backend, device)
+    except RuntimeError:
+        if config.emulate:
+            return "reference"
+        raise
+
+
+def _check_experts(fqn: str, experts: GroupedExperts, emulated: bool, hidden_dim_shards: int) -> None:
     if type(experts) not in (GroupedExperts, Float8GroupedExperts):
         raise ValueError(
             f"{fqn} is a {type(experts).__name__}: only torchtitan's own GroupedExperts is converted, and before any "
             "parallelism wraps it; convert earlier, or add the module to fp8moe.exclude_fqns"
         )
     # torchtitan itself turns grouped GEMMs off on a GPU that needs the emulation.
-    if not experts.use_grouped_mm and not emulate:
+    if not experts.use_grouped_mm and not emulated:
         raise ValueError(
             f"{fqn} has use_grouped_mm=False, its experts run in a loop without grouped GEMMs; set "
             "use_grouped_mm=True in the model's MoEArgs, or add the module to fp8moe.exclude_fqns"
@@ -215,26 +246,10 @@ def select_experts(model: nn.Module, config: FP8MoE, *, hidden_dim_shards: int =
             f"fp8moe.exclude_fqns {config.exclude_fqns} leaves no experts module of those that fp8moe.fqns "
             f'{config.fqns} names; narrow it, or remove "{CONVERTER_NAME}" from model.converters'
         )
+    emulated = config.emulate and select_backend(config) == "reference"
     for fqn in selected:
-        _check_experts(fqn, experts[fqn], config.emulate, hidden_dim_shards)
+        _check_experts(fqn, experts[fqn], emulated, hidden_dim_shards)
     return selected
-
-
-def select_backend(config: FP8MoE) -> str:
-    """The GEMM backend for this machine's accelerator: what ``gemm_backend`` resolves to, or the emulation.
-
-    Raises:
-        RuntimeError: a GPU without FP8 grouped GEMM, and ``emulate`` is off.
-    """
-    if not torch.cuda.is_available():
-        return "reference"
-    device = torch.device("cuda", torch.cuda.current_device())
-    try:
-        return ops.resolve_gemm_backend(config.gemm_backend, device)
-    except RuntimeError:
-        if config.emulate:
-            return "reference"
-        raise
 
 
 def convert_experts(

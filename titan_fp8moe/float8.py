@@ -72,4 +72,6 @@ def scale_from_amax(amax: torch.Tensor, round_scales_to_power_of_2: bool = True)
 
 def is_hopper(device: torch.device) -> bool:
     """True for a CUDA device of compute capability 9.0, whose tensor cores and copy engine the kernels are made for."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    # ROCm reports the capability 9.0 for CDNA accelerators.
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) == (9, 0)

@@ -62,7 +62,8 @@ class FP8MoE:
     """
     In the first training step and in every one that this divides, log for each converted module, and write with
     torchtitan's metrics (TensorBoard, W&B), the share of elements that underflow, the range of row amax, and the SQNR
-    of the experts' output against bf16 on the current batch. 0 switches it off and costs nothing.
+    of the experts' output against bf16 on the current batch. 0 switches it off and costs nothing. The step is the one
+    that the optimizer's state holds: counted from 1 again where a checkpoint is loaded without it.
     """
 
 

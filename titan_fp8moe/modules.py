@@ -1,5 +1,6 @@
 """`Float8GroupedExperts`: torchtitan's experts module with its grouped GEMMs in FP8."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +15,7 @@ from titan_fp8moe.experts import float8_experts
 from titan_fp8moe.weight_cache import QuantizedWeightCache
 
 RunExperts = Callable[..., Tensor]
+_num_built = itertools.count()
 
 
 @contextmanager
@@ -53,6 +55,9 @@ def build_run_experts(options: dict[str, str | bool], compile_backend: str | Non
     if compile_backend is None:
         return run_experts
 
+    # Dynamo counts recompilations by code object, which all functions made here would share: one model more in a
+    # process would bring the others nearer to the limit.
+    run_experts.__code__ = run_experts.__code__.replace(co_name=f"run_experts_{next(_num_built)}")
     compiled = torch.compile(run_experts, backend=compile_backend, fullgraph=True)
 
     def run_compiled_experts(

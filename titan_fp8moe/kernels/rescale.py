@@ -187,6 +187,7 @@ def _rescale_kernel(
 
 _BLOCK_M = 128
 _BLOCK_W = 32
+_NUM_WARPS = 8
 
 
 def _tiles_per_program(num_tiles):
@@ -218,7 +219,7 @@ def _launch(q, scale, offs, padded_offs, amax, scale_col, out, sizes, num_out_ro
         next_power_of_2(num_groups),
         _BLOCK_M,
         _BLOCK_W,
-        num_warps=8,
+        num_warps=_NUM_WARPS,
     )
 
 
