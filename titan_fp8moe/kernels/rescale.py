@@ -187,7 +187,7 @@ def _rescale_kernel(
 
 _BLOCK_M = 128
 _BLOCK_W = 32
-_NUM_WARPS = 8
+_NUM_WARPS = 4
 
 
 def _tiles_per_program(num_tiles):
