@@ -389,7 +389,7 @@ def test_refuses_another_converter_of_the_grouped_gemms(monkeypatch, other, ours
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ([], "3/3 expert modules use FP8 rowwise grouped GEMMs (alignment 16, not compiled, backend {})"),
+        ([], "3/3 expert modules use FP8 rowwise grouped GEMMs (alignment 1, not compiled, backend {})"),
         (
             [
                 "--fp8moe.exclude_fqns=layers.1",
@@ -399,7 +399,7 @@ def test_refuses_another_converter_of_the_grouped_gemms(monkeypatch, other, ours
             ],
             "2/3 expert modules use FP8 rowwise_with_gw_hp grouped GEMMs (alignment 32, compiled, backend {})",
         ),
-        (["--compile.enable", "--compile.components=loss"], "(alignment 16, not compiled, backend {})"),
+        (["--compile.enable", "--compile.components=loss"], "(alignment 1, not compiled, backend {})"),
     ],
 )
 def test_log_line_is_true_in_each_word(caplog, flags, expected):
@@ -469,7 +469,7 @@ def test_converting_twice_is_harmless():
     convert_experts(model, FP8MoE(fqns=["layers.1"], token_group_alignment=32))
     assert convert_experts(model, FP8MoE(fqns=["experts"])) == LLAMA4_EXPERTS
     assert experts_of(model) == LLAMA4_EXPERTS
-    assert [model.get_submodule(fqn).token_group_alignment for fqn in LLAMA4_EXPERTS] == [16, 16, 16]
+    assert [model.get_submodule(fqn).token_group_alignment for fqn in LLAMA4_EXPERTS] == [1, 1, 1]
 
 
 # ---- activation memory -----------------------------------------------------------------------------------------------

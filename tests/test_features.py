@@ -114,7 +114,7 @@ def test_weights_quantised_once_a_step_change_nothing(flags, world_size):
 def test_recomputation_changes_no_gradient(mode, compiled):
     checkpointed = train(FP8, *CHECKPOINTING[mode], *compiled)
     assert f"Applied {mode.split()[0]} activation checkpointing to the model" in checkpointed.log
-    assert f"(alignment 16, {'compiled' if compiled else 'not compiled'}, backend" in checkpointed.log
+    assert f"(alignment 1, {'compiled' if compiled else 'not compiled'}, backend" in checkpointed.log
     assert_equal(checkpointed, train(FP8, *compiled))
 
 

@@ -64,7 +64,7 @@ def test_every_key_is_optional(parse, section):
         "recipe": "rowwise",
         "fqns": ["experts"],
         "exclude_fqns": [],
-        "token_group_alignment": 16,
+        "token_group_alignment": 1,
         "round_scales_to_power_of_2": True,
         "fast_accum": "all",
         "gemm_backend": "auto",

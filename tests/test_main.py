@@ -215,7 +215,7 @@ def test_check_as_a_command():
         "  layers.3.moe.experts  experts 8, dim 256, hidden_dim 512  stays in bf16",
         "  layers.5.moe.experts  experts 8, dim 256, hidden_dim 512",
     ]
-    assert lines[4].startswith("recipe rowwise, alignment 16, compiled with inductor, ")
+    assert lines[4].startswith("recipe rowwise, alignment 1, compiled with inductor, ")
     assert lines[5:] == ["OK"]
 
 

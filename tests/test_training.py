@@ -135,7 +135,7 @@ def test_fp8_learns_as_bf16_does(train):
         assert max(last_ten) < run.losses[1] - 1.0
     # That the two agree means something only if they are two.
     backend = converter.select_backend(FP8MoE())
-    line = f"fp8moe: 3/3 expert modules use FP8 rowwise grouped GEMMs (alignment 16, not compiled, backend {backend})"
+    line = f"fp8moe: 3/3 expert modules use FP8 rowwise grouped GEMMs (alignment 1, not compiled, backend {backend})"
     assert fp8.log.count(line) == 1
     assert "fp8moe:" not in bf16.log
     assert fp8.losses != bf16.losses
@@ -183,7 +183,7 @@ def test_losses_are_those_of_the_plain_eager_run(variants, name):
     for run in (variants["eager"], variants[name]):
         assert_trained(run, range(1, 4))
     state = "compiled" if "compiled" in name else "not compiled"
-    assert f"(alignment 16, {state}, backend " in variants[name].log
+    assert f"(alignment 1, {state}, backend " in variants[name].log
     assert_close(variants[name].losses, variants["eager"].losses, SHORT_TOLERANCE, range(1, 4))
     assert_close(variants[name].grad_norms, variants["eager"].grad_norms, 3 * SHORT_TOLERANCE, range(1, 4))
 

@@ -22,10 +22,11 @@ class FP8MoE:
     exclude_fqns: list[str] = field(default_factory=list)
     """Which of them stay in bf16 all the same, by the same kind of patterns, e.g. ["layers.0"]."""
 
-    token_group_alignment: int = 16
+    token_group_alignment: int = 1
     """
     Each expert's tokens are padded to a multiple of this: 16 or 32, or 1 for no padding at all, which without expert
-    parallelism also saves the copies that padding takes. Results are the same but for the order of sums.
+    parallelism also saves the copies that padding takes and is the fastest. Results are the same but for the order of
+    sums.
     """
 
     round_scales_to_power_of_2: bool = True
