@@ -186,7 +186,7 @@ def test_a_bf16_model_built_later_trains_as_before(alignments):
     assert moe_utils.TOKEN_GROUP_ALIGN_SIZE_M == BF16_ALIGNMENT
     tokens = normal(1, 13, DIM, dtype=torch.bfloat16)
     expected = forward_backward(build_moe(dtype=torch.bfloat16), tokens)
-    forward_backward(convert(build_moe(dtype=torch.bfloat16)), tokens)
+    forward_backward(convert(build_moe(dtype=torch.bfloat16), FP8MoE(token_group_alignment=16)), tokens)
     assert moe_utils.TOKEN_GROUP_ALIGN_SIZE_M == BF16_ALIGNMENT
     actual = forward_backward(build_moe(dtype=torch.bfloat16), tokens)
     assert alignments == [BF16_ALIGNMENT, 16, BF16_ALIGNMENT]
@@ -196,13 +196,13 @@ def test_a_bf16_model_built_later_trains_as_before(alignments):
 
 def test_an_alignment_set_by_others_comes_back(monkeypatch, alignments):
     monkeypatch.setattr(moe_utils, "TOKEN_GROUP_ALIGN_SIZE_M", 32)
-    convert(build_moe())(normal(1, 13, DIM))
+    convert(build_moe(), FP8MoE(token_group_alignment=16))(normal(1, 13, DIM))
     assert alignments == [16]
     assert moe_utils.TOKEN_GROUP_ALIGN_SIZE_M == 32
 
 
 def test_the_alignment_comes_back_after_an_error():
-    moe = convert(build_moe())
+    moe = convert(build_moe(), FP8MoE(token_group_alignment=16))
 
     def fail(*args):
         assert moe_utils.TOKEN_GROUP_ALIGN_SIZE_M == 16
@@ -337,7 +337,7 @@ def test_a_deep_copy_works_and_shares_no_parameter(compile_backend):
 
 @pytest.mark.parametrize("compile_backend", [None, "aot_eager"])
 def test_activation_checkpointing_gives_equal_gradients(alignments, compile_backend):
-    moe = convert(build_moe(), compile_backend=compile_backend)
+    moe = convert(build_moe(), FP8MoE(token_group_alignment=16), compile_backend=compile_backend)
     tokens = normal(1, 23, DIM)
     expected = forward_backward(moe, tokens)
     checkpointed = torch.utils.checkpoint.checkpoint
