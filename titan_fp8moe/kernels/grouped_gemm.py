@@ -3,8 +3,7 @@
 One kernel for both, written in Gluon because Triton's own warp specialisation does not reach Hopper. It is persistent:
 one program per SM walks one list of all groups' tiles, so skewed groups balance, and reads the groups on the device.
 In a program one warp feeds a ring of blocks through the copy engine, and two warpgroups, each half of a tile's rows,
-multiply. They run free of each other, at most as far apart as the ring is deep. With LEAD the second one starts late by
-as many blocks and stays behind, so that one multiplies at the full rate of the tensor cores while the other stores.
+multiply. They run free of each other, at most as far apart as the ring is deep.
 
 Each output element is one chain of products in a fixed order, which no launch parameter changes: its bits depend on the
 operands alone.
@@ -86,9 +85,9 @@ def _halves(x):
 
 
 @gluon.jit
-def _store_quarter(out_desc, buffer, outer, middle, row, col, x, BUFFERS: gl.constexpr):
-    # The buffers take turns: the store that used this one last has left it.
-    tma.store_wait(pendings=BUFFERS - 1)
+def _store_quarter(out_desc, buffer, outer, middle, row, col, x):
+    # Two buffers take turns: the store that used this one last has left it.
+    tma.store_wait(pendings=1)
     buffer.reshape([x.shape[0], x.shape[1]]).store(x)
     fence_async_shared()
     _async_store(out_desc, [outer, middle, row, col], buffer)
@@ -105,10 +104,9 @@ def _multiply_blocks(
     WARPGROUP: gl.constexpr,
     IS_WGRAD: gl.constexpr,
     FAST_ACCUM: gl.constexpr,
-    LEAD: gl.constexpr,
 ):
     a_ring, b_ring, out_buffers = shared
-    ready, free, led = barriers
+    ready, free = barriers
     a_ptr, b_ptr, stride_a, stride_b, scale_a_ptr, scale_b_ptr = operands
     num_tokens, num_rows, num_cols, K, num_groups = sizes
     STAGES: gl.constexpr = a_ring.shape[0]
@@ -122,18 +120,13 @@ def _multiply_blocks(
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_COLS, 2 * CHUNK])
     edge_layout: gl.constexpr = gl.NVMMASharedLayout(32, a_ring.dtype.primitive_bitwidth, 2)
     EDGE_ROWS: gl.constexpr = ROWS * WIDTH * out_desc.dtype.primitive_bitwidth // 256
-    BUFFERS: gl.constexpr = out_buffers.shape[0] // 2
-    buffer0 = out_buffers.index(BUFFERS * WARPGROUP)
-    buffer1 = out_buffers.index(BUFFERS * WARPGROUP + 1)
-    buffer2 = out_buffers.index(BUFFERS * WARPGROUP + 2 % BUFFERS)
-    buffer3 = out_buffers.index(BUFFERS * WARPGROUP + 3 % BUFFERS)
+    buffer0 = out_buffers.index(2 * WARPGROUP)
+    buffer1 = out_buffers.index(2 * WARPGROUP + 1)
     tile_cols = gl.cdiv(num_cols, BLOCK_COLS)
     tile = gl.program_id(0)
     walk = first_group(offs_ptr, num_tokens, num_groups)
     group, start, end, first_tile, found = seek_tile(tile, walk, offs_ptr, sizes, tile_cols, BLOCK_ROWS, IS_WGRAD)
     block = 0
-    if LEAD > 0 and WARPGROUP == 1:
-        mbarrier.wait(led, 0)
     while found:
         tile_rows = tile_rows_of(start, end, num_rows, BLOCK_ROWS, IS_WGRAD)
         tile_row, tile_col = tile_in_group(tile - first_tile, tile_rows, tile_cols)
@@ -182,8 +175,6 @@ def _multiply_blocks(
                 acc += warpgroup_mma_wait(0, deps=[part])
                 mbarrier.arrive(free.index(stage), count=1)
             block += 1
-            if LEAD > 0 and WARPGROUP == 0:
-                mbarrier.arrive(led, count=1, pred=block == LEAD)
         if FAST_ACCUM:
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(free.index((block + STAGES - 1) % STAGES), count=1, pred=k_start < k_end)
@@ -211,16 +202,14 @@ def _multiply_blocks(
         left, right = _halves(acc.to(out_desc.dtype))
         x0, x1 = _halves(left)
         x2, x3 = _halves(right)
-        _store_quarter(out_desc, buffer0, outer, middle, out_row, col, x0, BUFFERS)
-        _store_quarter(out_desc, buffer1, outer, middle, out_row, col + WIDTH, x1, BUFFERS)
-        _store_quarter(out_desc, buffer2, outer, middle, out_row, col + 2 * WIDTH, x2, BUFFERS)
-        _store_quarter(out_desc, buffer3, outer, middle, out_row, col + 3 * WIDTH, x3, BUFFERS)
+        _store_quarter(out_desc, buffer0, outer, middle, out_row, col, x0)
+        _store_quarter(out_desc, buffer1, outer, middle, out_row, col + WIDTH, x1)
+        _store_quarter(out_desc, buffer0, outer, middle, out_row, col + 2 * WIDTH, x2)
+        _store_quarter(out_desc, buffer1, outer, middle, out_row, col + 3 * WIDTH, x3)
 
         tile += gl.num_programs(0)
         walk = (group, start, end, first_tile)
         group, start, end, first_tile, found = seek_tile(tile, walk, offs_ptr, sizes, tile_cols, BLOCK_ROWS, IS_WGRAD)
-    if LEAD > 0 and WARPGROUP == 0:
-        mbarrier.arrive(led, count=1, pred=block < LEAD)
     tma.store_wait(pendings=0)
 
 
@@ -242,8 +231,6 @@ def _grouped_gemm_kernel(
     K,
     num_groups,
     STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    LEAD: gl.constexpr,
     IS_WGRAD: gl.constexpr,
     FAST_ACCUM: gl.constexpr,
 ):
@@ -251,7 +238,7 @@ def _grouped_gemm_kernel(
     b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout)  # noqa: RUF005
     out_buffers = gl.allocate_shared_memory(
         out_desc.dtype,
-        [2 * BUFFERS] + out_desc.block_type.shape,  # noqa: RUF005
+        [4] + out_desc.block_type.shape,  # noqa: RUF005
         out_desc.layout,
     )
     # A block is ready when its bytes have come, and free when both warpgroups have multiplied it.
@@ -260,17 +247,15 @@ def _grouped_gemm_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=2)
-    led = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(led, count=1)
     fence_async_shared()
     sizes = (num_tokens, num_rows, num_cols, K, num_groups)
     shared = (a_ring, b_ring, out_buffers)
-    barriers = (ready, free, led)
+    barriers = (ready, free)
     operands = (a_ptr, b_ptr, stride_a, stride_b, scale_a_ptr, scale_b_ptr)
     gl.warp_specialize(
         [
-            (_multiply_blocks, (shared, barriers, out_desc, operands, offs_ptr, sizes, 0, IS_WGRAD, FAST_ACCUM, LEAD)),
-            (_multiply_blocks, (shared, barriers, out_desc, operands, offs_ptr, sizes, 1, IS_WGRAD, FAST_ACCUM, LEAD)),
+            (_multiply_blocks, (shared, barriers, out_desc, operands, offs_ptr, sizes, 0, IS_WGRAD, FAST_ACCUM)),
+            (_multiply_blocks, (shared, barriers, out_desc, operands, offs_ptr, sizes, 1, IS_WGRAD, FAST_ACCUM)),
             (_load_blocks, (a_desc, b_desc, a_ring, b_ring, ready, free, offs_ptr, sizes, IS_WGRAD)),
         ],
         worker_num_warps=[4, 1],
@@ -286,10 +271,6 @@ _BLOCK_COLS = {True: 256, False: 128}
 _BLOCK_K_BYTES = 128
 # By bytes of an output element: as many as the output buffers leave room for in 227 KB of shared memory.
 _STAGES = {2: 4, 4: 3}
-# Output buffers of each warpgroup, a quarter of its tile each: two or four.
-_BUFFERS = 2
-# Blocks, at most the stages, by which the second warpgroup starts late; at 0 both start at once.
-_LEAD = 0
 
 
 @functools.cache
@@ -303,8 +284,6 @@ def _launch(descriptors, operands, sizes, out, is_wgrad, fast_accum):
         *operands,
         *sizes,
         STAGES=_STAGES[out.element_size()],
-        BUFFERS=_BUFFERS,
-        LEAD=_LEAD,
         IS_WGRAD=is_wgrad,
         FAST_ACCUM=fast_accum,
         num_warps=4,
