@@ -33,6 +33,25 @@ RACECHECK = """
 CLEAN = "========= COMPUTE-SANITIZER\nevery operator ran\n========= ERROR SUMMARY: 0 errors\n"
 
 
+KERNEL_FILE = ROOT / "titan_fp8moe" / "kernels" / "grouped_gemm.py"
+
+
+def line_of(text: str) -> int:
+    return next(i for i, line in enumerate(KERNEL_FILE.read_text().splitlines(), 1) if text in line)
+
+
+def race(read: int, write: int) -> str:
+    return f"""
+========= COMPUTE-SANITIZER
+========= Error: Race reported between Read access at _grouped_gemm_kernel+0x1e0 in grouped_gemm.py:{read}
+=========     and Write access at _grouped_gemm_kernel+0x5630 in grouped_gemm.py:{read} [216 hazards]
+=========     and Write access at _grouped_gemm_kernel+0x9450 in grouped_gemm.py:{write} [232 hazards]
+=========
+every operator ran
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+
+
 @pytest.fixture
 def sanitize(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
@@ -69,8 +88,13 @@ def test_reports_are_counted_by_kernel(sanitize, log, count, kernels):
 
 @pytest.mark.parametrize(
     ("log", "status"),
-    [(CLEAN, 0), (MEMCHECK, 1), (CLEAN.replace("every operator ran\n", ""), 1)],
-    ids=["clean", "errors", "stopped early"],
+    [
+        (CLEAN, 0),
+        (race(line_of("def _grouped_gemm_kernel("), line_of("gl.warp_specialize(")), 0),
+        (MEMCHECK, 1),
+        (CLEAN.replace("every operator ran\n", ""), 1),
+    ],
+    ids=["clean", "warp dispatch", "errors", "stopped early"],
 )
 def test_the_verdict(sanitize, monkeypatch, capsys, tmp_path, log, status):
     # In place of the tool, a program that prints what it would.
@@ -82,6 +106,16 @@ def test_the_verdict(sanitize, monkeypatch, capsys, tmp_path, log, status):
     monkeypatch.setattr(sys, "argv", ["sanitize.py", "--tools", "memcheck", "--out", str(tmp_path / "out")])
     assert sanitize.main() == status
     assert capsys.readouterr().out.startswith("memcheck: clean, 0 reported" if status == 0 else "memcheck: FAIL, ")
+
+
+def test_only_the_dispatch_of_warps_is_not_counted(sanitize):
+    definition, dispatch = line_of("def _grouped_gemm_kernel("), line_of("gl.warp_specialize(")
+    text, dropped = sanitize.drop_warp_dispatch(race(definition, dispatch))
+    assert dropped == 1 and sanitize.complaints(text) == (1, {})
+    store = line_of("buffer.reshape([x.shape[0], x.shape[1]]).store(x)")
+    for other in (race(definition, store), race(store, dispatch), race(10**6, dispatch), MEMCHECK, RACECHECK):
+        text, dropped = sanitize.drop_warp_dispatch(other)
+        assert dropped == 0 and text == other
 
 
 def test_a_missing_tool_is_one_sentence(sanitize, monkeypatch):
