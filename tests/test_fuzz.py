@@ -432,11 +432,15 @@ def assert_product(actual: Tensor, a: Tensor, b: Tensor) -> None:
     """
     exact, magnitude = a @ b, a.abs() @ b.abs()
     out, terms = actual.detach().cpu().double(), max(a.shape[1], 1)
-    # Hopper's tensor cores keep 14 bits of a term and of a sum, a CPU adds in float32. Denormals have their own step.
-    of_sums = magnitude * (terms * 2.0**-23 if actual.device.type == "cpu" else 2.0**-11) + terms * 2.0**-149
+    # A CPU adds in float32. Denormals have their own step.
+    of_sums = magnitude * terms * 2.0**-23 + terms * 2.0**-149
     if actual.device.type == "cuda":
-        # To the largest product of an instruction its 31 others are aligned, and cut off.
+        # Hopper's tensor cores keep 14 bits. Each instruction, of 32 terms or fewer at a group's edges, cuts the sum so
+        # far and what it adds off: on sums of squares by up to 1.7 * 2**-13 of the sum, on an H200. To its largest
+        # product the 31 others are aligned, and cut off.
+        instructions = -(-terms // 32) + 2
         largest = (a.abs()[:, :, None] * b.abs()).amax(1) if a.shape[1] else torch.zeros_like(exact)
+        of_sums += instructions * 2.0**-12 * magnitude
         of_sums += min(terms, 32) * 2.0**-13 * largest.nan_to_num(posinf=torch.inf)
     of_result = exact.abs() * 2.0**-8 + 2.0**-133 if actual.dtype == torch.bfloat16 else exact.abs() * 2.0**-23
     assert not out[~exact.isfinite()].isfinite().any()
