@@ -50,8 +50,6 @@ def run_ops(device: torch.device) -> None:
     def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    # Never "auto", which may take torch's kernels: those are not ours to check.
-    backend = "reference" if device.type == "cpu" else "triton"
     called = set()
 
     def call(op, *args, **options):
@@ -79,10 +77,9 @@ def run_ops(device: torch.device) -> None:
             call(ops.swiglu_backward_quantize_rowwise, grad, gate_up, pow2)
         call(ops.swiglu_backward, grad, gate_up)
         for fast_accum in (True, False):
-            options = {"fast_accum": fast_accum, "gemm_backend": backend}
-            call(ops.scaled_grouped_mm, a, b, scale_a, scale_b, offs, dtype, **options)
-            call(ops.scaled_grouped_mm, a_col, b_col, scale_a_col, scale_b_col, offs, dtype, **options)
-        call(ops.grouped_mm_wgrad, grad, x, offs, dtype, backend)
+            call(ops.scaled_grouped_mm, a, b, scale_a, scale_b, offs, dtype, fast_accum=fast_accum)
+            call(ops.scaled_grouped_mm, a_col, b_col, scale_a_col, scale_b_col, offs, dtype, fast_accum=fast_accum)
+        call(ops.grouped_mm_wgrad, grad, x, offs, dtype)
 
     registered = {name for name in ops.__all__ if isinstance(getattr(ops, name), ops.Operator)}
     if missing := registered - called:
@@ -90,11 +87,11 @@ def run_ops(device: torch.device) -> None:
 
     for recipe in ("rowwise", "rowwise_with_gw_hp"):
         x, *w = (t.bfloat16().requires_grad_() for t in (x, w1_t, w1_t.transpose(1, 2), w3_t))
-        out = float8_grouped_mm(x, w[0], offs, recipe=recipe, gemm_backend=backend)
+        out = float8_grouped_mm(x, w[0], offs, recipe=recipe)
         torch.autograd.grad(out, (x, w[0]), torch.ones_like(out))
         w = [w[0].transpose(1, 2), w[1].transpose(1, 2), w[2].transpose(1, 2)]
         for keep in (True, False):
-            out = float8_experts(x, *w, offs, recipe=recipe, keep_quantized_weights=keep, gemm_backend=backend)
+            out = float8_experts(x, *w, offs, recipe=recipe, keep_quantized_weights=keep)
             torch.autograd.grad(out, (x, *w), torch.ones_like(out))
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -112,9 +109,8 @@ def is_warp_dispatch(file: str, line: int) -> bool:
     """Whether Triton's hand-over to the warps of a `gl.warp_specialize` is generated at this line of a kernel file."""
     path = KERNELS / file
     lines = path.read_text().splitlines() if path.is_file() else []
-    # A decorated function is at the line of its `def`, or of its first decorator.
     text = lines[line - 1] if 0 < line <= len(lines) else ""
-    return text.startswith(("@gluon.jit", "def _grouped_gemm_kernel(")) or "gl.warp_specialize(" in text
+    return text.startswith("def _grouped_gemm_kernel(") or "gl.warp_specialize(" in text
 
 
 def drop_warp_dispatch(log: str) -> tuple[str, int]:
