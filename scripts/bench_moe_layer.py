@@ -4,7 +4,8 @@
 
 Numerics are checked against float32 before anything is timed, variants are timed in turn, and the practical floor
 (18 T D H floating-point operations at the rate of a dense FP8 product, the bytes of DESIGN at the rate of a copy) is
-computed from ceilings measured in the same run. Writes scripts/results/moe_layer.csv and moe_layer_breakdown.csv.
+computed from ceilings measured in the same run. Writes scripts/results/moe_layer.csv and moe_layer_breakdown.csv, and
+with --layer moe_layer_whole.csv.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def layer_rows(shape: str, tokens: int) -> list[dict]:
 
     dim, hidden_dim, num_experts = SHAPES[shape]
     layers = {}
-    configs = {"bf16": None, "fp8": FP8MoE(), "fp8, no padding": FP8MoE(token_group_alignment=1)}
+    configs = {"bf16": None, "fp8": FP8MoE(), "fp8, padded to 16": FP8MoE(token_group_alignment=16)}
     for name, config in configs.items():
         args = MoEArgs(num_experts=num_experts, num_shared_experts=0, _debug_force_load_balance=True)
         with torch.device("meta"):
@@ -217,7 +218,7 @@ def layer_rows(shape: str, tokens: int) -> list[dict]:
     return [
         {
             "shape": shape,
-            "routing": "uniform, whole layer",
+            "routing": "uniform",
             "tokens": tokens,
             "variant": name,
             "forward_backward_ms": ms[name],
@@ -246,7 +247,7 @@ def main() -> None:
     variants = {"bf16": torch.compile(_run_experts_grouped_mm, fullgraph=True), "fp8": our_experts}
     if args.torchao and (peer := torchao_experts()) is not None:
         variants["torchao"] = peer
-    rows, kernels = [], []
+    rows, kernels, layers = [], [], []
     for shape in args.shapes:
         sqnr = check_numerics(variants, shape)
         for routing in args.routing:
@@ -261,13 +262,16 @@ def main() -> None:
                 benchlib.write_csv("moe_layer_breakdown.csv", kernels)
         if args.layer:
             for tokens in args.tokens:
-                rows += layer_rows(shape, tokens)
+                layers += layer_rows(shape, tokens)
                 torch.cuda.empty_cache()
+                benchlib.write_csv("moe_layer_whole.csv", layers)
     benchlib.print_table(kernels, ["shape", "tokens", "kernel", "calls", "ms", "floor_ms", "% of floor"])
     benchlib.print_table(
         rows,
         [c for c in rows[0] if not c.startswith(("dense", "copy"))],
     )
+    if layers:
+        benchlib.print_table(layers, list(layers[0]))
     print(benchlib.write_csv("moe_layer.csv", rows))
     print(benchlib.write_csv("moe_layer_breakdown.csv", kernels))
 

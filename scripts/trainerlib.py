@@ -35,7 +35,7 @@ VARIANTS: dict[str, list[str]] = {
         "--quantize.grouped_mm.float8.fqns=experts",
     ],
     "fp8moe": ["--model.converters=fp8moe"],
-    "fp8moe, no padding": ["--model.converters=fp8moe", "--fp8moe.token_group_alignment=1"],
+    "fp8moe, padded to 16": ["--model.converters=fp8moe", "--fp8moe.token_group_alignment=16"],
     "fp8moe, float8 linear": [
         "--model.converters=fp8moe,quantize.linear.float8",
         "--quantize.linear.float8.filter_fqns=output,router.gate",

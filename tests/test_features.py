@@ -283,7 +283,7 @@ def test_other_models_in_parallel(model, flags, grad_scale):
 @pytest.mark.parametrize(("flags", "world_size"), [((), 1), ((EP,), 2)], ids=["one process", "EP"])
 def test_the_alignment_does_not_leak_into_later_models(flags, world_size):
     # The same processes train both.
-    fp8 = train(FP8, *flags, world_size=world_size)
+    fp8 = train(FP8, "--fp8moe.token_group_alignment=16", *flags, world_size=world_size)
     later = start_from_seed(*flags, "--checkpoint.load_only", world_size=world_size)
     assert not later.error, later.error
     assert fp8.alignments == later.alignments == [BF16_ALIGNMENT] * world_size
