@@ -3,7 +3,7 @@
     python scripts/bench_grouped_mm.py [--shapes scout maverick deepseek_v3] [--tokens 1024 ... 131072] [--rounds 8]
 
 Forward is (T, D) x (E, D, H), dgrad (T, H) x (E, H, D), wgrad (H, T) x (T, D). In "wgrad, padded" our operands have
-each group at a multiple of 128 tokens, zeros between, as the experts have them; the others' are as in "wgrad". Numerics
+each group at a multiple of 128 tokens, zeros between, as both public functions make them; the others' are as in "wgrad". Numerics
 are checked before anything is timed: equal to torch's FP8 kernel bit for bit. Long products are power-bound, so
 variants run in bursts whose order changes from round to round, after a warm-up to a steady state.
 Writes scripts/results/grouped_mm.csv.

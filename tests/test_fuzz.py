@@ -296,11 +296,16 @@ def test_columns_per_group(k, layout, x, filler, pow2, device):
     assert not q[layout.total :].contiguous().view(torch.uint8).any()
     q_t, scale_t = ops.quantize_rowwise_per_group(x.t(), offs, pow2)
     assert_same_bits((q_t.t(), scale_t), (q, scale))
+    padded_args = (offs, pow2, padded_offs(offs))
+    padded = ops.quantize_colwise_per_group(x, *padded_args)
+    assert_same_bits((unpadded(padded[0], layout)[: layout.total], padded[1]), (q[: layout.total], scale))
+    assert_same_layout_on_meta(ops.quantize_colwise_per_group, (x, *padded_args), padded)
     assert_same_layout_on_meta(ops.quantize_colwise_per_group, (x, offs, pow2), (q, scale))
     assert_same_layout_on_meta(ops.quantize_rowwise_per_group, (x.t(), offs, pow2), (q_t, scale_t))
     other = x.clone()
     other[layout.total :] = filler
     assert_same_bits(ops.quantize_colwise_per_group(other, offs, pow2), (q, scale))
+    assert_same_bits(ops.quantize_colwise_per_group(other, *padded_args), padded)
 
 
 @fuzz

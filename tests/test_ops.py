@@ -72,6 +72,18 @@ def test_quantize_rowwise(shape, pow2, dtype, device):
                              torch.tensor([e[1] for e in expected])))  # fmt: skip
 
 
+def unpadded(q, sizes, num_rows):
+    """Rows of the layout whose groups start at multiples of 128, which is zero elsewhere, at their places in x."""
+    assert q.shape[0] == (num_rows // 128 + len(sizes)) * 128 and q.t().is_contiguous()
+    out, rest, padded_start, start = torch.zeros_like(q[:num_rows]), bits(q).clone(), 0, 0
+    for size in sizes:
+        out[start : start + size] = q[padded_start : padded_start + size]
+        rest[padded_start : padded_start + size] = 0
+        start, padded_start = start + size, padded_start + (size + 127) // 128 * 128
+    assert not rest.any()
+    return out
+
+
 @DTYPES
 @POW2
 @SIZES
@@ -84,18 +96,8 @@ def test_quantize_colwise_per_group(sizes, pow2, dtype, device):
     q_t, scale_t = ops.quantize_rowwise_per_group(x.t().contiguous().to(device), offs, pow2)
     assert q_t.stride(1) == 1
     assert_same((q_t.t(), scale_t), (q, scale))
-
-
-def unpadded(q, sizes, num_rows):
-    """Rows of the layout whose groups start at multiples of 128, which is zero elsewhere, at their places in x."""
-    assert q.shape[0] == (num_rows // 128 + len(sizes)) * 128 and q.t().is_contiguous()
-    out, rest, padded_start, start = torch.zeros_like(q[:num_rows]), bits(q).clone(), 0, 0
-    for size in sizes:
-        out[start : start + size] = q[padded_start : padded_start + size]
-        rest[padded_start : padded_start + size] = 0
-        start, padded_start = start + size, padded_start + (size + 127) // 128 * 128
-    assert not rest.any()
-    return out
+    q_padded, scale_padded = ops.quantize_colwise_per_group(x.to(device), offs, pow2, padded_offs(offs))
+    assert_same((unpadded(q_padded, sizes, x.shape[0]), scale_padded), (q, scale))
 
 
 @DTYPES

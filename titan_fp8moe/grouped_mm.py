@@ -41,10 +41,11 @@ class _Float8GroupedMM(torch.autograd.Function):
             grad_x = ops.scaled_grouped_mm(grad_q, w_q, grad_scale, w_scale, offs, x.dtype, fast, gemm_backend)
         if ctx.needs_input_grad[1]:
             if recipe == "rowwise":
-                grad_q, grad_scale = ops.quantize_colwise_per_group(grad, offs, pow2)
-                x_q, x_scale = ops.quantize_colwise_per_group(x, offs, pow2)
+                padded = ops.padded_offs(offs)
+                grad_q, grad_scale = ops.quantize_colwise_per_group(grad, offs, pow2, padded)
+                x_q, x_scale = ops.quantize_colwise_per_group(x, offs, pow2, padded)
                 grad_w = ops.scaled_grouped_mm(
-                    grad_q.t(), x_q, grad_scale, x_scale, offs, w_t.dtype, fast, gemm_backend
+                    grad_q.t(), x_q, grad_scale, x_scale, padded, w_t.dtype, fast, gemm_backend
                 )
             else:
                 grad_w = ops.grouped_mm_wgrad(grad, x, offs, w_t.dtype, gemm_backend)

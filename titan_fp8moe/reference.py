@@ -62,10 +62,15 @@ def quantize_rowwise(x: torch.Tensor, round_scales_to_power_of_2: bool = True) -
 
 
 def quantize_colwise_per_group(
-    x: torch.Tensor, offs: torch.Tensor, round_scales_to_power_of_2: bool = True
+    x: torch.Tensor,
+    offs: torch.Tensor,
+    round_scales_to_power_of_2: bool = True,
+    padded_offs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     scale = scale_from_amax(_colwise_per_group_amax(x, offs), round_scales_to_power_of_2)
     q = _divide(x, _scale_of_row(scale, offs, x.shape[0]))
+    if padded_offs is not None:
+        return _pad_groups(q, offs, padded_offs), scale
     return column_major(_zero_past_last_group(q, offs)), scale
 
 

@@ -146,9 +146,9 @@ class Kernels:
         self.rowwise.quantize_rowwise(x, *outputs, pow2)
         return outputs
 
-    def quantize_colwise_per_group(self, x, offs, pow2):
-        outputs = self.col_outputs(x, offs)
-        self.group.quantize_colwise_per_group(x, offs, *outputs, self.amax, pow2)
+    def quantize_colwise_per_group(self, x, offs, padded, pow2):
+        outputs = self.col_outputs(x, offs) if padded is None else self.padded_outputs(x, offs)
+        self.group.quantize_colwise_per_group(x, offs, padded, *outputs, self.amax, pow2)
         return outputs
 
     def quantize_rowwise_and_colwise_per_group(self, x, offs, pow2):
@@ -200,7 +200,9 @@ def check_activations(kernels, x, offs, pow2, q_is_fp8=True):
 
     q, scale = reference.quantize_rowwise(x, pow2)
     same("quantize_rowwise", (q, scale), x)
-    same("quantize_colwise_per_group", reference.quantize_colwise_per_group(x, offs, pow2), x, offs)
+    for padded in (None, padded_offs(offs)):
+        want = reference.quantize_colwise_per_group(x, offs, pow2, padded)
+        same("quantize_colwise_per_group", want, x, offs, padded)
     # Rescaling is written in assembly, which the interpreter has not; the operators see to it that there are groups.
     if offs.numel() > 0 and (q_is_fp8 or not pow2):
         padded = padded_offs(offs)

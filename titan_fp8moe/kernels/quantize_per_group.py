@@ -312,12 +312,13 @@ def _cast(x, row_scale, offs, padded_offs, amax, scale, q, pow2):
     )
 
 
-def quantize_colwise_per_group(x, offs, q, scale, amax, pow2):
+def quantize_colwise_per_group(x, offs, padded_offs, q, scale, amax, pow2):
     """Quantise each column of each token group.
 
     Args:
         x: (M, K) bf16 or float32, any strides; fastest with contiguous rows.
         offs: (E,) int32 end offsets of the groups.
+        padded_offs: None, or as in `rescale_colwise_per_group`, with a ``q`` as ``q_col`` there.
         q: (M, K) e4m3, strides (1, LD) with LD a multiple of 16; written, rows of no group with 0.
             The padding up to the next multiple of 16 may become 0 too.
         scale: (E, K) float32, contiguous rows; written.
@@ -325,7 +326,7 @@ def quantize_colwise_per_group(x, offs, q, scale, amax, pow2):
         pow2: round scales up to powers of two.
     """
     launch_colwise_amax(x, None, offs, amax, (1, *x.shape), (0, *x.stride()))
-    _cast(x, None, offs, None, amax, scale, q, pow2)
+    _cast(x, None, offs, padded_offs, amax, scale, q, pow2)
 
 
 def quantize_rowwise_and_colwise_per_group(x, offs, padded_offs, q, scale, q_col, scale_col, amax, pow2):

@@ -48,21 +48,38 @@ def _(x: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tenso
     return empty_fp8(x, *x.shape), empty_scale(x, x.shape[0])
 
 
-def _quantize_colwise_per_group(x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool) -> tuple[Tensor, Tensor]:
+def _quantize_colwise_per_group(
+    x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool, padded_offs: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     if x.numel() == 0 or offs.numel() == 0 or not is_hopper(x.device):
-        return reference.quantize_colwise_per_group(x, offs, round_scales_to_power_of_2)
-    (m, k), num_groups = x.shape, offs.shape[0]
-    q, scale = empty_column_major(x, m, k), empty_scale(x, num_groups, k)
+        return reference.quantize_colwise_per_group(x, offs, round_scales_to_power_of_2, padded_offs)
+    q, scale = _empty_colwise_per_group(x, offs, padded_offs)
+    amax = zero_amax(x, *scale.shape)
+    offs = offs.contiguous()
+    if padded_offs is not None:
+        padded_offs = padded_offs.contiguous()
     with torch.cuda.device(x.device):
-        kernels.quantize_colwise_per_group(
-            x, offs.contiguous(), q, scale, zero_amax(x, num_groups, k), round_scales_to_power_of_2
-        )
+        kernels.quantize_colwise_per_group(x, offs, padded_offs, q, scale, amax, round_scales_to_power_of_2)
     return q, scale
+
+
+def _empty_colwise_per_group(x: Tensor, offs: Tensor, padded_offs: Tensor | None) -> tuple[Tensor, Tensor]:
+    (m, k), num_groups = x.shape, offs.shape[0]
+    q = empty_column_major(x, m, k) if padded_offs is None else _empty_padded(x, num_groups)
+    return q, empty_scale(x, num_groups, k)
+
+
+def _check_colwise_per_group(x: Tensor, offs: Tensor, padded_offs: Tensor | None) -> None:
+    check_activation("x", x)
+    if padded_offs is None:
+        check_offs(offs, x)
+    else:
+        _check_padded(x, offs, padded_offs)
 
 
 @Operator
 def quantize_colwise_per_group(
-    x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True
+    x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True, padded_offs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """One scale per column and token group: an operand whose rows are the contraction of a weight gradient.
 
@@ -70,22 +87,23 @@ def quantize_colwise_per_group(
         x: ``(M, K)`` bf16 or fp32, any strides; groups are ranges of rows.
         offs: ``(E,)``.
         round_scales_to_power_of_2: see `scale_from_amax`.
+        padded_offs: ``(E,)``, of `titan_fp8moe.float8.padded_offs`: where the groups end in q, for the layout that
+            `scaled_grouped_mm` reads fastest. None leaves them where they are in x.
 
     Returns:
-        q ``(M, K)`` e4m3 column-major (see `leading_dim`), zeros past ``offs[-1]``, and scale
-        ``(E, K)``.
+        q ``(M, K)`` e4m3 column-major (see `leading_dim`), zeros past ``offs[-1]``, and scale ``(E, K)``. With
+        ``padded_offs`` q is ``(P, K)``, as in `quantize_rowwise_and_colwise_per_group`.
     """
-    check_activation("x", x)
-    check_offs(offs, x)
-    return _quantize_colwise_per_group(x, offs, round_scales_to_power_of_2)
+    _check_colwise_per_group(x, offs, padded_offs)
+    return _quantize_colwise_per_group(x, offs, round_scales_to_power_of_2, padded_offs)
 
 
 @quantize_colwise_per_group.register_fake
-def _(x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True) -> tuple[Tensor, Tensor]:
-    check_activation("x", x)
-    check_offs(offs, x)
-    m, k = x.shape
-    return empty_column_major(x, m, k), empty_scale(x, offs.shape[0], k)
+def _(
+    x: Tensor, offs: Tensor, round_scales_to_power_of_2: bool = True, padded_offs: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    _check_colwise_per_group(x, offs, padded_offs)
+    return _empty_colwise_per_group(x, offs, padded_offs)
 
 
 @Operator
