@@ -115,7 +115,7 @@ def rows_of(tokens: int, steps: int) -> list[dict]:
     db = check_numerics(microbatches[:2])
     peak = {variant: peak_gib(variant, microbatches) for variant in VARIANTS}
     functions = {variant: step_of(converted(variant), microbatches) for variant in VARIANTS}
-    ms = benchlib.interleaved_ms(functions, rounds=10, warmup_ms=1000)
+    ms = benchlib.interleaved_ms(functions)
     return [
         {
             "tokens": tokens,

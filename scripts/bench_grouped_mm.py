@@ -3,17 +3,15 @@
     python scripts/bench_grouped_mm.py [--shapes scout maverick deepseek_v3] [--tokens 1024 ... 131072] [--rounds 8]
 
 Forward is (T, D) x (E, D, H), dgrad (T, H) x (E, H, D), wgrad (H, T) x (T, D). In "wgrad, padded" our operands have
-each group at a multiple of 128 tokens, zeros between, as both public functions make them; the others' are as in "wgrad". Numerics
-are checked before anything is timed: equal to torch's FP8 kernel bit for bit. Long products are power-bound, so
-variants run in bursts whose order changes from round to round, after a warm-up to a steady state.
+each group at a multiple of 128 tokens, zeros between, as both public functions make them; the others' are as in
+"wgrad". Numerics are checked before anything is timed: equal to torch's FP8 kernel bit for bit. Long products are
+power-bound, so variants run in bursts whose order changes from round to round.
 Writes scripts/results/grouped_mm.csv.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
-import statistics
 from collections.abc import Callable
 
 import benchlib
@@ -30,7 +28,6 @@ SHAPES = {  # dim, hidden_dim, experts
 }
 TOKENS = (1024, 4096, 16384, 65536, 131072)
 DIRECTIONS = ("forward", "dgrad", "wgrad", "wgrad, padded")
-BURST_MS = 20
 
 
 def aligned_offs(tokens: int, num_experts: int, routing: str) -> Tensor:
@@ -122,30 +119,6 @@ def check_numerics(functions: dict, expected: Tensor, what: str) -> None:
         raise SystemExit(f"{what}: a column's error against float32 is {error:.3g}")
 
 
-def burst_ms(function: Callable[[], Tensor], calls: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    function()
-    start.record()
-    for _ in range(calls):
-        function()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
-
-
-def interleaved_bursts_ms(functions: dict, rounds: int) -> dict[str, float]:
-    """Median milliseconds a call; bursts in a random order, so that none always follows the same, hot or cool one."""
-    order = random.Random(0)
-    calls = {name: max(2, int(BURST_MS / burst_ms(function, 3))) for name, function in functions.items()}
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for round_ in range(rounds + 1):
-        for name in order.sample(list(functions), len(functions)):
-            milliseconds = burst_ms(functions[name], calls[name])
-            if round_:
-                times[name].append(milliseconds)
-    return {name: statistics.median(samples) for name, samples in times.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
@@ -172,7 +145,7 @@ def main() -> None:
                     flops = 2 * tokens * dim * hidden_dim
                     tflops = {
                         name: flops / milliseconds / 1e9
-                        for name, milliseconds in interleaved_bursts_ms(functions, args.rounds).items()
+                        for name, milliseconds in benchlib.interleaved_ms(functions, args.rounds).items()
                     }
                     row = {"shape": shape, "T": tokens, "routing": routing, "direction": direction}
                     row |= {f"{name}_tflops": round(value, 1) for name, value in tflops.items()}

@@ -240,7 +240,7 @@ def main() -> None:
 
     copy, copied = benchlib.copy_function()
     dense, flops = benchlib.dense_fp8_function(16384, 8192, 5120)
-    ms = benchlib.interleaved_ms({"copy": copy, "dense": dense}, rounds=30, warmup_ms=1000)
+    ms = benchlib.interleaved_ms({"copy": copy, "dense": dense}, rounds=50)
     ceilings = {"copy_bytes": 1e3 * copied / ms["copy"], "dense_flops": 1e3 * flops / ms["dense"]}
     del copy, dense
 

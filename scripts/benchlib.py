@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import pathlib
+import random
 import shlex
 import statistics
 import sys
@@ -49,27 +50,34 @@ def print_table(rows: list[dict], columns: list[str]) -> None:
         print("| " + " | ".join(f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells) + " |")
 
 
-def interleaved_ms(
-    functions: dict[str, Callable[[], object]], rounds: int = 10, warmup_ms: float = 300
-) -> dict[str, float]:
-    """Median milliseconds of each function, called in turn so that heat and clocks are the same for all."""
+BURST_MS = 20
+
+
+def burst_ms(function: Callable[[], object], calls: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    function()
     start.record()
-    while True:
-        for function in functions.values():
-            function()
-        end.record()
-        end.synchronize()
-        if start.elapsed_time(end) >= warmup_ms:
-            break
+    for _ in range(calls):
+        function()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def interleaved_ms(functions: dict[str, Callable[[], object]], rounds: int = 10) -> dict[str, float]:
+    """Median milliseconds of a call of each function.
+
+    In bursts, as in training the queue of the GPU is never empty, and in a random order, so that none always follows
+    the same, hot or cool one. The first round warms up.
+    """
+    order = random.Random(0)
+    calls = {name: max(2, int(BURST_MS / burst_ms(function, 3))) for name, function in functions.items()}
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            start.record()
-            function()
-            end.record()
-            end.synchronize()
-            times[name].append(start.elapsed_time(end))
+    for round_ in range(rounds + 1):
+        for name in order.sample(list(functions), len(functions)):
+            milliseconds = burst_ms(functions[name], calls[name])
+            if round_:
+                times[name].append(milliseconds)
     return {name: statistics.median(samples) for name, samples in times.items()}
 
 
