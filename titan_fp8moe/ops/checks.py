@@ -1,13 +1,28 @@
-"""What the operators ask of their arguments, and the memory they allocate."""
+"""What the operators ask of their arguments and devices, and the memory they allocate."""
+
+import contextlib
+import functools
 
 import torch
 from torch import Tensor
 
+from titan_fp8moe import float8
 from titan_fp8moe.float8 import ALIGNMENT, FP8_DTYPE, leading_dim
 
 INPUT_DTYPES = (torch.bfloat16, torch.float32)
 MAX_EXPERTS = 65535
 """Bound of a CUDA grid's second and third dimensions, along which kernels have experts."""
+
+
+# To ask the driver takes microseconds of every call.
+is_hopper = functools.cache(float8.is_hopper)
+
+
+def on_device(x: Tensor) -> contextlib.AbstractContextManager:
+    """Makes the GPU of ``x`` the current one, on which Triton launches. Costs nothing where it is already."""
+    if x.device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(x.device)
 
 
 def check_input(name: str, x: Tensor, dim: int) -> None:

@@ -14,6 +14,7 @@ from titan_fp8moe.ops.checks import (
     check_offs,
     check_out_dtype,
     check_scale,
+    on_device,
 )
 from titan_fp8moe.ops.library import Operator
 
@@ -112,7 +113,7 @@ def _triton_scaled_grouped_mm(
     offs = offs.contiguous()
     out = _empty_out(a, b_t, offs, out_dtype)
     launch = kernels.grouped_gemm_2d_3d if b_t.dim() == 3 else kernels.grouped_gemm_2d_2d
-    with torch.cuda.device(a.device):
+    with on_device(a):
         launch(a, b_t, scale_a, scale_b, offs, out, fast_accum)
     return out
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import reference
-from titan_fp8moe.float8 import ALIGNMENT, is_hopper, padded_tokens
+from titan_fp8moe.float8 import ALIGNMENT, padded_tokens
 from titan_fp8moe.kernels import quantize_per_group as kernels
 from titan_fp8moe.kernels import quantize_rowwise as rowwise_kernels
 from titan_fp8moe.ops.checks import (
@@ -17,6 +17,8 @@ from titan_fp8moe.ops.checks import (
     empty_column_major,
     empty_fp8,
     empty_scale,
+    is_hopper,
+    on_device,
     zero_amax,
 )
 from titan_fp8moe.ops.library import Operator
@@ -37,7 +39,7 @@ def quantize_rowwise(x: Tensor, round_scales_to_power_of_2: bool = True) -> tupl
     if x.numel() == 0 or not is_hopper(x.device):
         return reference.quantize_rowwise(x, round_scales_to_power_of_2)
     q, scale = empty_fp8(x, *x.shape), empty_scale(x, x.shape[0])
-    with torch.cuda.device(x.device):
+    with on_device(x):
         rowwise_kernels.quantize_rowwise(x, q, scale, round_scales_to_power_of_2)
     return q, scale
 
@@ -58,7 +60,7 @@ def _quantize_colwise_per_group(
     offs = offs.contiguous()
     if padded_offs is not None:
         padded_offs = padded_offs.contiguous()
-    with torch.cuda.device(x.device):
+    with on_device(x):
         kernels.quantize_colwise_per_group(x, offs, padded_offs, q, scale, amax, round_scales_to_power_of_2)
     return q, scale
 
@@ -164,7 +166,7 @@ def quantize_rowwise_and_colwise_per_group(
     q_col, scale_col = _empty_padded(x, num_groups), empty_scale(x, num_groups, k)
     amax = zero_amax(x, num_groups, k)
     offs, padded_offs = offs.contiguous(), padded_offs.contiguous()
-    with torch.cuda.device(x.device):
+    with on_device(x):
         kernels.quantize_rowwise_and_colwise_per_group(
             x, offs, padded_offs, q, scale, q_col, scale_col, amax, round_scales_to_power_of_2
         )
@@ -231,7 +233,7 @@ def requantize_colwise_per_group(
     q_col, scale_col = _empty_padded(q, num_groups), empty_scale(q, num_groups, k)
     amax = zero_amax(q, num_groups, k)
     offs, padded_offs = offs.contiguous(), padded_offs.contiguous()
-    with torch.cuda.device(q.device):
+    with on_device(q):
         kernels.requantize_colwise_per_group(
             q, scale, offs, padded_offs, q_col, scale_col, amax, round_scales_to_power_of_2
         )

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import reference
-from titan_fp8moe.float8 import is_hopper
 from titan_fp8moe.kernels import quantize_weight as kernels
-from titan_fp8moe.ops.checks import check_weight, empty_fp8, empty_scale, zero_amax
+from titan_fp8moe.ops.checks import check_weight, empty_fp8, empty_scale, is_hopper, on_device, zero_amax
 from titan_fp8moe.ops.library import Operator
 
 
@@ -27,7 +26,7 @@ def _quantize_colwise(w_t: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
     if not is_hopper(w_t.device):
         return reference.quantize_weight_colwise(w_t, pow2)
     q, scale = _empty_colwise(w_t, n)
-    with torch.cuda.device(w_t.device):
+    with on_device(w_t):
         kernels.quantize_weight_colwise(w_t, q, scale, zero_amax(w_t, e, n), pow2)
     return q, scale
 
@@ -83,7 +82,7 @@ def _quantize_both(weights: tuple[Tensor, ...], pow2: bool) -> tuple[Tensor, Ten
     outputs = *_empty_colwise(w_t, n), *_empty_rowwise(w_t, n)
     if e == 0:
         return outputs
-    with torch.cuda.device(w_t.device):
+    with on_device(w_t):
         kernels.quantize_weight(weights, *outputs, zero_amax(w_t, e, k), pow2)
     return outputs
 
@@ -134,7 +133,7 @@ def quantize_joint_weight_colwise(
     q, scale = _empty_colwise(w1_t, 2 * n)
     if e == 0:
         return q, scale
-    with torch.cuda.device(w1_t.device):
+    with on_device(w1_t):
         for w_t, part in ((w1_t, slice(None, n)), (w3_t, slice(n, None))):
             amax = zero_amax(w_t, e, n)
             kernels.quantize_weight_colwise(w_t, q[:, :, part], scale[:, part], amax, round_scales_to_power_of_2)

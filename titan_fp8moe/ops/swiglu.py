@@ -1,12 +1,10 @@
 """SwiGLU and its gradient, quantised as they are computed."""
 
-import torch
 from torch import Tensor
 
 from titan_fp8moe import reference
-from titan_fp8moe.float8 import is_hopper
 from titan_fp8moe.kernels import swiglu as kernels
-from titan_fp8moe.ops.checks import check_input, check_multiple_of_16, empty_fp8, empty_scale
+from titan_fp8moe.ops.checks import check_input, check_multiple_of_16, empty_fp8, empty_scale, is_hopper, on_device
 from titan_fp8moe.ops.library import Operator
 
 # In high precision it stays torch code, which a compiler fuses with what follows.
@@ -38,7 +36,7 @@ def swiglu_quantize_rowwise(gate_up: Tensor, round_scales_to_power_of_2: bool = 
         return reference.swiglu_quantize_rowwise(gate_up, round_scales_to_power_of_2)
     m, h = gate_up.shape[0], gate_up.shape[1] // 2
     q, scale = empty_fp8(gate_up, m, h), empty_scale(gate_up, m)
-    with torch.cuda.device(gate_up.device):
+    with on_device(gate_up):
         kernels.swiglu_quantize_rowwise(gate_up, q, scale, round_scales_to_power_of_2)
     return q, scale
 
@@ -84,7 +82,7 @@ def swiglu_backward_quantize_rowwise(
     m, h = grad_h.shape
     q, scale = empty_fp8(gate_up, m, 2 * h), empty_scale(gate_up, m)
     q_h, scale_h = empty_fp8(gate_up, m, h), empty_scale(gate_up, m)
-    with torch.cuda.device(gate_up.device):
+    with on_device(gate_up):
         kernels.swiglu_backward_quantize_rowwise(grad_h, gate_up, q, scale, q_h, scale_h, round_scales_to_power_of_2)
     return q, scale, q_h, scale_h
 
