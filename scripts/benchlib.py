@@ -64,7 +64,7 @@ def burst_ms(function: Callable[[], object], calls: int) -> float:
     return start.elapsed_time(end) / calls
 
 
-def interleaved_ms(functions: dict[str, Callable[[], object]], rounds: int = 10) -> dict[str, float]:
+def interleaved_ms(functions: dict[str, Callable[[], object]], rounds: int = 6) -> dict[str, float]:
     """Median milliseconds of a call of each function.
 
     In bursts, as in training the queue of the GPU is never empty, and in a random order, so that none always follows

@@ -137,7 +137,7 @@ class Kernels:
 
     def __call__(self, name, *args, pow2):
         self.outputs = []
-        outputs = getattr(self, name)(*args, pow2)
+        outputs = getattr(self, name)(*args, pow2=pow2)
         self.check_guards()
         return outputs
 
@@ -146,7 +146,7 @@ class Kernels:
         self.rowwise.quantize_rowwise(x, *outputs, pow2)
         return outputs
 
-    def quantize_colwise_per_group(self, x, offs, padded, pow2):
+    def quantize_colwise_per_group(self, x, offs, padded=None, *, pow2):
         outputs = self.col_outputs(x, offs) if padded is None else self.padded_outputs(x, offs)
         self.group.quantize_colwise_per_group(x, offs, padded, *outputs, self.amax, pow2)
         return outputs
@@ -184,8 +184,7 @@ class Kernels:
         self.weight.quantize_weight_colwise(w_t.transpose(1, 2), *outputs, self.amax_of(e, k), pow2)
         return outputs
 
-    def quantize_weight(self, *weights_and_pow2):
-        *weights, pow2 = weights_and_pow2
+    def quantize_weight(self, *weights, pow2):
         e, k, _ = weights[0].shape
         outputs = self.weight_outputs(e, k, sum(w_t.shape[2] for w_t in weights))
         self.weight.quantize_weight(weights, *outputs, self.amax_of(e, k), pow2)
@@ -282,8 +281,9 @@ def test_bad_offs_stay_inside_the_tensors():
     x = data((300, 192), torch.bfloat16, "cuda")
     for ends in ([200, 100, 250], [-5, 100, 5000], [2**31 - 1, -(2**31), 7]):
         offs = torch.tensor(ends, dtype=torch.int32, device="cuda")
-        for name in ("quantize_colwise_per_group", "quantize_rowwise_and_colwise_per_group"):
-            kernels(name, x, offs, pow2=True)
+        kernels("quantize_colwise_per_group", x, offs, pow2=True)
+        kernels("quantize_colwise_per_group", x, offs, padded_offs(offs), pow2=True)
+        kernels("quantize_rowwise_and_colwise_per_group", x, offs, pow2=True)
         torch.cuda.synchronize()
 
 
@@ -350,8 +350,10 @@ def test_one_compiled_kernel_for_any_number_of_tokens():
 
     for i, m in enumerate((256, 1, 16, 17, 100, 333, 1024, 5000, 2, 129)):
         x = data((m, 256), torch.bfloat16, "cuda")
-        kernels("quantize_rowwise_and_colwise_per_group", x, groups(m, "one", "cuda"), pow2=True)
-        kernels("quantize_colwise_per_group", x, groups(m, "one", "cuda"), pow2=True)
+        offs = groups(m, "one", "cuda")
+        kernels("quantize_rowwise_and_colwise_per_group", x, offs, pow2=True)
+        for padded in (None, padded_offs(offs)):
+            kernels("quantize_colwise_per_group", x, offs, padded, pow2=True)
         if i == 0:
             compiled = count()
     assert count() == compiled

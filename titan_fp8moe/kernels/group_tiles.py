@@ -65,7 +65,7 @@ def sum_range(group, start, end, num_groups, K, CHUNK: gl.constexpr, IS_WGRAD: g
     if IS_WGRAD:
         return gl.cdiv(start, CHUNK) * CHUNK, end // CHUNK * CHUNK
     else:
-        return 0, gl.where(group < num_groups, K, 0)
+        return gl.where(group < num_groups, 0, K), gl.to_tensor(K)
 
 
 @gluon.jit

@@ -58,7 +58,8 @@ def _load_blocks(a_desc, b_desc, a_ring, b_ring, ready, free, offs_ptr, sizes, I
         row = tile_row * BLOCK_ROWS
         col = tile_col * BLOCK_COLS
         k_start, k_end = sum_range(group, start, end, num_groups, K, CHUNK, IS_WGRAD)
-        for k in range(k_start, k_end, BLOCK_K):
+        # An empty sum is one block, which is out of bounds: zeros.
+        for k in range(k_start, gl.maximum(k_end, k_start + 1), BLOCK_K):
             stage = block % STAGES
             # A fresh barrier counts as having completed the phase before its first.
             mbarrier.wait(free.index(stage), (block // STAGES & 1) ^ 1)
@@ -94,6 +95,34 @@ def _store_quarter(out_desc, buffer, outer, middle, row, col, x):
 
 
 @gluon.jit
+def _store_tile(out_desc, buffer0, buffer1, at, x):
+    outer, middle, row, col = at
+    WIDTH: gl.constexpr = x.shape[1] // 4
+    left, right = _halves(x)
+    x0, x1 = _halves(left)
+    x2, x3 = _halves(right)
+    _store_quarter(out_desc, buffer0, outer, middle, row, col, x0)
+    _store_quarter(out_desc, buffer1, outer, middle, row, col + WIDTH, x1)
+    _store_quarter(out_desc, buffer0, outer, middle, row, col + 2 * WIDTH, x2)
+    _store_quarter(out_desc, buffer1, outer, middle, row, col + 3 * WIDTH, x3)
+
+
+@gluon.jit
+def _operands_of(a_ring, b_ring, stage, WARPGROUP: gl.constexpr):
+    ROWS: gl.constexpr = a_ring.shape[3] // 2
+    a = a_ring.index(stage).reshape([a_ring.shape[3], a_ring.shape[4]]).slice(WARPGROUP * ROWS, ROWS, 0)
+    b = b_ring.index(stage).reshape([b_ring.shape[3], b_ring.shape[4]])
+    return a, b.permute((1, 0))
+
+
+@gluon.jit
+def _load_scales(ptr, first, limit, in_group, SIZE: gl.constexpr):
+    # Each thread its share. None is read where there is nothing to scale: zeros stay zeros.
+    i = gl.arange(0, SIZE, gl.BlockedLayout([SIZE // 128 if SIZE > 128 else 1], [32], [4], [0]))
+    return gl.load(ptr + first + i, mask=(i < limit) & in_group, other=0.0)
+
+
+@gluon.jit
 def _multiply_blocks(
     shared,
     barriers,
@@ -105,7 +134,7 @@ def _multiply_blocks(
     IS_WGRAD: gl.constexpr,
     FAST_ACCUM: gl.constexpr,
 ):
-    a_ring, b_ring, out_buffers = shared
+    a_ring, b_ring, out_buffers, scale_a_buffers, scale_b_buffers = shared
     ready, free = barriers
     a_ptr, b_ptr, stride_a, stride_b, scale_a_ptr, scale_b_ptr = operands
     num_tokens, num_rows, num_cols, K, num_groups = sizes
@@ -115,11 +144,12 @@ def _multiply_blocks(
     BLOCK_K: gl.constexpr = a_ring.shape[4]
     CHUNK: gl.constexpr = 128 // a_ring.dtype.primitive_bitwidth
     ROWS: gl.constexpr = BLOCK_ROWS // 2
-    WIDTH: gl.constexpr = BLOCK_COLS // 4
     # An instruction multiplies 32 bytes of each row, two chunks. An output buffer holds EDGE_ROWS such rows.
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_COLS, 2 * CHUNK])
     edge_layout: gl.constexpr = gl.NVMMASharedLayout(32, a_ring.dtype.primitive_bitwidth, 2)
-    EDGE_ROWS: gl.constexpr = ROWS * WIDTH * out_desc.dtype.primitive_bitwidth // 256
+    EDGE_ROWS: gl.constexpr = ROWS * BLOCK_COLS * out_desc.dtype.primitive_bitwidth // 1024
+    # Registers hold a tile of 16 bits while the next one is summed, of 32 they do not.
+    LATE_STORE: gl.constexpr = out_desc.dtype.primitive_bitwidth < 32
     buffer0 = out_buffers.index(2 * WARPGROUP)
     buffer1 = out_buffers.index(2 * WARPGROUP + 1)
     tile_cols = gl.cdiv(num_cols, BLOCK_COLS)
@@ -127,57 +157,71 @@ def _multiply_blocks(
     walk = first_group(offs_ptr, num_tokens, num_groups)
     group, start, end, first_tile, found = seek_tile(tile, walk, offs_ptr, sizes, tile_cols, BLOCK_ROWS, IS_WGRAD)
     block = 0
+    zeros = gl.zeros([ROWS, BLOCK_COLS], gl.float32, acc_layout)
+    # Before the first tile there is one out of bounds, of which nothing is stored.
+    result = zeros.to(out_desc.dtype)
+    nowhere = gl.to_tensor(0)
+    result_at = (nowhere, nowhere, gl.to_tensor(RAGGED_ROWS), nowhere)
     while found:
         tile_rows = tile_rows_of(start, end, num_rows, BLOCK_ROWS, IS_WGRAD)
         tile_row, tile_col = tile_in_group(tile - first_tile, tile_rows, tile_cols)
         row = tile_row * BLOCK_ROWS + WARPGROUP * ROWS
         col = tile_col * BLOCK_COLS
         if IS_WGRAD:
-            outer = 0
-            middle = group
-            out_row = row
+            at = (nowhere, group, row, col)
             in_group = start < end
             row_end = num_rows
             scale_a_row = row + group.to(gl.int64) * num_rows
         else:
             row += start
-            outer = RAGGED_ROWS
-            middle = end
-            out_row = RAGGED_ROWS + row - end
+            at = (gl.to_tensor(RAGGED_ROWS), end, RAGGED_ROWS + row - end, col)
             in_group = group < num_groups
             row_end = end
             scale_a_row = row
-        if scale_a_ptr is not None:
-            # Early, to be there when the sums are. None is read where there is nothing to scale: zeros stay zeros.
-            rows = gl.arange(0, ROWS, gl.SliceLayout(1, acc_layout))
-            cols = col + gl.arange(0, BLOCK_COLS, gl.SliceLayout(0, acc_layout))
-            scale_b_row = group.to(gl.int64) * num_cols
-            scale_a = gl.load(scale_a_ptr + scale_a_row + rows, mask=(row + rows < row_end) & in_group, other=0.0)
-            scale_b = gl.load(scale_b_ptr + scale_b_row + cols, mask=(cols < num_cols) & in_group, other=0.0)
 
         # The tensor cores add FP8 products with about 14 bits. FAST_ACCUM chains all of a tile's; otherwise each
         # block's sum is added in float32.
-        acc = gl.zeros([ROWS, BLOCK_COLS], gl.float32, acc_layout)
-        zeros = gl.zeros([ROWS, BLOCK_COLS], gl.float32, acc_layout)
         k_start, k_end = sum_range(group, start, end, num_groups, K, CHUNK, IS_WGRAD)
-        for k in range(k_start, k_end, BLOCK_K):
+        stage = block % STAGES
+        mbarrier.wait(ready.index(stage), block // STAGES & 1)
+        a, b = _operands_of(a_ring, b_ring, stage, WARPGROUP)
+        acc = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
+        # While the first block is multiplied: the scales are requested, and the tile before this one is stored.
+        if scale_a_ptr is not None:
+            scale_a = _load_scales(scale_a_ptr, scale_a_row, row_end - row, in_group, ROWS)
+            scale_b_col = col + group.to(gl.int64) * num_cols
+            scale_b = _load_scales(scale_b_ptr, scale_b_col, num_cols - col, in_group, BLOCK_COLS)
+        if LATE_STORE:
+            _store_tile(out_desc, buffer0, buffer1, result_at, result)
+        if FAST_ACCUM:
+            acc = warpgroup_mma_wait(1, deps=[acc])
+        else:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(free.index(stage), count=1)
+        block += 1
+        for _ in range(k_start + BLOCK_K, k_end, BLOCK_K):
             stage = block % STAGES
             mbarrier.wait(ready.index(stage), block // STAGES & 1)
-            a = a_ring.index(stage).reshape([BLOCK_ROWS, BLOCK_K]).slice(WARPGROUP * ROWS, ROWS, 0)
-            b = b_ring.index(stage).reshape([BLOCK_COLS, BLOCK_K]).permute((1, 0))
+            a, b = _operands_of(a_ring, b_ring, stage, WARPGROUP)
             if FAST_ACCUM:
                 acc = warpgroup_mma(a, b, acc, is_async=True)
                 # This product goes on while the one before has certainly left its block.
                 acc = warpgroup_mma_wait(1, deps=[acc])
-                mbarrier.arrive(free.index((block + STAGES - 1) % STAGES), count=1, pred=k > k_start)
+                mbarrier.arrive(free.index((block + STAGES - 1) % STAGES), count=1)
             else:
                 part = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
                 acc += warpgroup_mma_wait(0, deps=[part])
                 mbarrier.arrive(free.index(stage), count=1)
             block += 1
+        if scale_a_ptr is not None:
+            # Through shared memory, for a thread multiplies by a quarter of the columns' scales.
+            scale_a_buffers.index(WARPGROUP).store(scale_a)
+            scale_b_buffers.index(WARPGROUP).store(scale_b)
+            row_scales = scale_a_buffers.index(WARPGROUP).load(gl.SliceLayout(1, acc_layout))
+            col_scales = scale_b_buffers.index(WARPGROUP).load(gl.SliceLayout(0, acc_layout))
         if FAST_ACCUM:
             acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(free.index((block + STAGES - 1) % STAGES), count=1, pred=k_start < k_end)
+            mbarrier.arrive(free.index((block + STAGES - 1) % STAGES), count=1)
 
         if IS_WGRAD:
             if (start < end) & ((start % CHUNK != 0) | (end % CHUNK != 0)):
@@ -198,18 +242,18 @@ def _multiply_blocks(
                     acc += warpgroup_mma_wait(0, deps=[part])
 
         if scale_a_ptr is not None:
-            acc = acc * gl.expand_dims(scale_a, 1) * gl.expand_dims(scale_b, 0)
-        left, right = _halves(acc.to(out_desc.dtype))
-        x0, x1 = _halves(left)
-        x2, x3 = _halves(right)
-        _store_quarter(out_desc, buffer0, outer, middle, out_row, col, x0)
-        _store_quarter(out_desc, buffer1, outer, middle, out_row, col + WIDTH, x1)
-        _store_quarter(out_desc, buffer0, outer, middle, out_row, col + 2 * WIDTH, x2)
-        _store_quarter(out_desc, buffer1, outer, middle, out_row, col + 3 * WIDTH, x3)
+            acc = acc * gl.expand_dims(row_scales, 1) * gl.expand_dims(col_scales, 0)
+        if LATE_STORE:
+            result = acc.to(out_desc.dtype)
+            result_at = at
+        else:
+            _store_tile(out_desc, buffer0, buffer1, at, acc)
 
         tile += gl.num_programs(0)
         walk = (group, start, end, first_tile)
         group, start, end, first_tile, found = seek_tile(tile, walk, offs_ptr, sizes, tile_cols, BLOCK_ROWS, IS_WGRAD)
+    if LATE_STORE:
+        _store_tile(out_desc, buffer0, buffer1, result_at, result)
     tma.store_wait(pendings=0)
 
 
@@ -241,6 +285,9 @@ def _grouped_gemm_kernel(
         [4] + out_desc.block_type.shape,  # noqa: RUF005
         out_desc.layout,
     )
+    scale_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    scale_a_buffers = gl.allocate_shared_memory(gl.float32, [2, a_ring.shape[3] // 2], scale_layout)
+    scale_b_buffers = gl.allocate_shared_memory(gl.float32, [2, b_ring.shape[3]], scale_layout)
     # A block is ready when its bytes have come, and free when both warpgroups have multiplied it.
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -249,7 +296,7 @@ def _grouped_gemm_kernel(
         mbarrier.init(free.index(stage), count=2)
     fence_async_shared()
     sizes = (num_tokens, num_rows, num_cols, K, num_groups)
-    shared = (a_ring, b_ring, out_buffers)
+    shared = (a_ring, b_ring, out_buffers, scale_a_buffers, scale_b_buffers)
     barriers = (ready, free)
     operands = (a_ptr, b_ptr, stride_a, stride_b, scale_a_ptr, scale_b_ptr)
     gl.warp_specialize(
