@@ -255,6 +255,21 @@ def test_sharded_experts_equal_the_unsharded_ones(one_rank, alignments, mesh_dim
         assert torch.equal(value.to_local() if isinstance(value, DTensor) else value, expected[name]), name
 
 
+@pytest.mark.parametrize("compile_backend", [None, "aot_eager"])
+@pytest.mark.parametrize("alignment", [1, 16, 32])
+def test_rows_of_no_expert_are_zeros_whatever_they_hold(device, alignment, compile_backend):
+    moe = convert(build_moe(device), FP8MoE(token_group_alignment=alignment), compile_backend=compile_backend)
+    counts = torch.tensor([10, 0, 22, 0, *[0] * (NUM_EXPERTS - 4)], device=device)
+    for _ in range(5):  # what memory holds differs from call to call
+        x = normal(40, DIM, device=device)
+        x[32:] = torch.nan
+        x.requires_grad_()
+        out = moe.experts(x, counts)
+        gradients = torch.autograd.grad(out, (x, *moe.experts.parameters()), normal(40, DIM, seed=1, device=device))
+        assert not out[32:].any() and out[:32].isfinite().all() and out[:32].any()
+        assert not gradients[0][32:].any() and all(grad.isfinite().all() for grad in gradients)
+
+
 # ---- compile ---------------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +284,23 @@ def test_compiled_layer_gives_the_bits_of_the_eager_one_and_never_recompiles(rec
         for name in expected:
             assert torch.equal(actual[name], expected[name]), (num_tokens, name)
         assert counter.frame_count == 1, num_tokens
+
+
+@pytest.mark.parametrize("sizes", [(37, 64, 0, 1, 16, 0, 1), (1, 0, 37, 64), (0, 37, 64, 1)])
+def test_no_token_and_one_token_compile_nothing(sizes):
+    counter = CompileCounterWithBackend("aot_eager")
+    eager, compiled = convert(build_moe()), convert(build_moe(), compile_backend=counter)
+    for num_tokens in sizes:
+        counts = torch.zeros(NUM_EXPERTS, dtype=torch.int64)
+        counts[1] = num_tokens
+        gradients = []
+        for moe in (eager, compiled):
+            x = normal(num_tokens, DIM).requires_grad_()
+            out = moe.experts(x, counts)
+            gradients.append((out, *torch.autograd.grad(out.sum(), (x, *moe.experts.parameters()))))
+        for actual, expected in zip(*gradients, strict=True):
+            assert torch.equal(actual, expected), num_tokens
+    assert counter.frame_count == 1
 
 
 def test_layers_share_what_was_compiled():

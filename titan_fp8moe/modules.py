@@ -68,7 +68,10 @@ def build_run_experts(options: dict[str, str | bool], compile_backend: str | Non
         num_tokens_per_expert: Tensor,
         quantized_weights: tuple[Tensor, ...] = (),
     ) -> Tensor:
-        # The number of tokens differs from step to step under expert parallelism, and in validation.
+        # The number of tokens differs from step to step under expert parallelism, and in validation. Sizes of 0 and 1
+        # are constants to a compiler, which would compile for each.
+        if x.shape[0] < 2:
+            return run_experts(w1, w2, w3, x, num_tokens_per_expert, quantized_weights)
         torch._dynamo.maybe_mark_dynamic(x, 0)
         return compiled(w1, w2, w3, x, num_tokens_per_expert, quantized_weights)
 
@@ -114,7 +117,7 @@ class Float8GroupedExperts(GroupedExperts):
             num_tokens_per_expert: ``(E,)`` integers on the device of x.
 
         Returns:
-            ``(M, dim)`` in x's dtype.
+            ``(M, dim)`` in x's dtype, zeros in rows of no expert.
         """
         weights = self.local_weights()
         padded_by_dispatcher = isinstance(self.w1, DTensor) and "ep" in self.w1.device_mesh.mesh_dim_names
@@ -125,6 +128,9 @@ class Float8GroupedExperts(GroupedExperts):
             run_experts = partial(
                 run_experts, quantized_weights=self.weight_cache.get((self.w1, self.w2, self.w3), weights)
             )
-        if not padded_by_dispatcher and self.token_group_alignment > 1:
-            run_experts = moe_utils.indices_padding_wrapper(run_experts)
-        return run_experts(*weights, x, num_tokens_per_expert)
+        if padded_by_dispatcher or self.token_group_alignment == 1:
+            return run_experts(*weights, x, num_tokens_per_expert)
+        out = moe_utils.indices_padding_wrapper(run_experts)(*weights, x, num_tokens_per_expert)
+        # What torchtitan scatters back leaves rows of no expert as the memory was.
+        in_group = torch.arange(x.shape[0], device=x.device) < num_tokens_per_expert.sum()
+        return torch.where(in_group[:, None], out, out.new_zeros(()))
