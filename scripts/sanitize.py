@@ -39,6 +39,8 @@ TOOLS = {"memcheck": (), "racecheck": (), "initcheck": ("--kernel-regex-exclude"
 DONE = "every operator ran"
 # Rows, dim and hidden_dim that fill no tile; an empty group, one row, more than a tile of rows, and rows of no group.
 SIZES, SLACK, DIM, HIDDEN_DIM = (37, 0, 1, 150), 5, 144, 272
+# Of more than one power of two, and too long for registers.
+LONG_ROWS = (1040, 16400)
 
 
 def run_ops(device: torch.device) -> None:
@@ -81,6 +83,13 @@ def run_ops(device: torch.device) -> None:
             call(ops.swiglu_quantize_rowwise, gate_up, pow2)
             call(ops.swiglu_backward_quantize_rowwise, grad, gate_up, pow2)
         call(ops.swiglu_backward, grad, gate_up)
+        for columns in LONG_ROWS:
+            long = normal(40, 2 * columns, dtype=dtype)
+            call(ops.quantize_rowwise, long[:, :columns])
+            ends = torch.tensor([40], dtype=torch.int32, device=device)
+            call(ops.quantize_rowwise_and_colwise_per_group, long[:, :columns], ends, ops.padded_offs(ends))
+            call(ops.swiglu_quantize_rowwise, long)
+            call(ops.swiglu_backward_quantize_rowwise, long[:, :columns], long)
         for fast_accum in (True, False):
             call(ops.scaled_grouped_mm, a, b, scale_a, scale_b, offs, dtype, fast_accum=fast_accum)
             call(ops.scaled_grouped_mm, a_col, b_col, scale_a_col, scale_b_col, offs, dtype, fast_accum=fast_accum)

@@ -210,3 +210,38 @@ def test_more_than_2_to_the_31_weight_elements():
     out = run_2d_3d(wide, weights, scale_a, scales, offs)
     assert torch.equal(out[30:, -64:], run_2d_3d(a, b_t, scale_a, scale_b, offs)[30:])
     assert not out[:30].any()
+
+
+@gpu
+@pytest.mark.slow
+def test_more_than_2_to_the_31_gradient_elements():
+    sizes, n, k = [130, 40, 0, 60, 70], 20992, 20608
+    a, b_t, scale_a, scale_b, offs = operands_2d_2d(sizes, 256, 64)
+    want = run_2d_2d(a, b_t, scale_a, scale_b, offs)
+    columns = round_up(sum(sizes), 16)
+    wide_a = torch.zeros(n, columns, dtype=FP8_DTYPE, device="cuda")[:, : sum(sizes)]
+    wide_b = torch.zeros(k, columns, dtype=FP8_DTYPE, device="cuda")[:, : sum(sizes)]
+    wide_a[-256:], wide_b[-64:] = a, b_t.t()
+    scales_a, scales_b = torch.ones(5, n, device="cuda"), torch.ones(5, k, device="cuda")
+    scales_a[:, -256:], scales_b[:, -64:] = scale_a, scale_b
+    out = run_2d_2d(wide_a, wide_b.t(), scales_a, scales_b, offs)
+    assert out.numel() > 2**31
+    assert torch.equal(out[:, -256:, -64:], want)
+    assert not out[4, :-256].any() and not out[4, :, :-64].any()
+
+
+@gpu
+@pytest.mark.slow
+def test_more_than_2_to_the_31_output_elements():
+    m, n = 131200, 16384
+    a, b_t, scale_a, scale_b, _ = operands_2d_3d([10, 20, 30], 256, 64)
+    offs = torch.tensor([m - 50, m - 30, m], dtype=torch.int32, device="cuda")
+    tall = torch.zeros(m, 256, dtype=FP8_DTYPE, device="cuda")
+    weights = torch.zeros(3, n, 256, dtype=FP8_DTYPE, device="cuda").transpose(1, 2)
+    tall[-60:], weights[:, :, -64:] = a, b_t
+    scales, weight_scales = torch.ones(m, device="cuda"), torch.ones(3, n, device="cuda")
+    scales[-60:], weight_scales[:, -64:] = scale_a, scale_b
+    out = run_2d_3d(tall, weights, scales, weight_scales, offs)
+    assert out.numel() > 2**31
+    assert torch.equal(out[-60:, -64:], run_2d_3d(a, b_t, scale_a, scale_b, offs - (m - 60)))
+    assert not out[:-60].any() and not out[:, :-64].any()

@@ -322,9 +322,14 @@ def test_more_than_2_31_elements():
     want = reference.quantize_rowwise_and_colwise_per_group(tail, last, padded_offs(last))
     got = kernels("quantize_rowwise_and_colwise_per_group", x, offs, pow2=True)
     first = int(padded_offs(offs)[0])
+    moved = kernels("requantize_colwise_per_group", *got[:2], offs, pow2=True)
+    want_moved = reference.requantize_colwise_per_group(*want[:2], last, padded_offs(last))
     got = got[0][-256:], got[1][-256:], got[2][first : first + 256], got[3][1:]
     for g, w in zip(got, (*want[:2], want[2][:256], want[3]), strict=True):
         assert_same(g, w, "tail")
+    assert_same(moved[0][first : first + 256], want_moved[0][:256], "tail, moved")
+    assert_same(moved[1][1:], want_moved[1], "tail, moved")
+    del moved
     w_t = x.view(2, -1, 8192).transpose(1, 2)
     got = kernels("quantize_weight", w_t, pow2=True)
     want = reference.quantize_weight(w_t[1:])
