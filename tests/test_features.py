@@ -41,6 +41,13 @@ def assert_equal(actual: Run, expected: Run) -> None:
         assert (actual.gradients[name] - grad).norm() <= 3e-2 * grad.norm(), name
 
 
+def assert_same_bits(actual: Run, expected: Run) -> None:
+    assert actual.losses == expected.losses and actual.grad_norms == expected.grad_norms
+    assert actual.gradients.keys() == expected.gradients.keys()
+    for name, grad in expected.gradients.items():
+        assert torch.equal(actual.gradients[name], grad), name
+
+
 def assert_trains_as_bf16_does(fp8: Run, bf16: Run) -> None:
     assert "expert modules use FP8" in fp8.log and "fp8moe:" not in bf16.log
     quality = gradient_sqnr_db(fp8, bf16)
@@ -94,7 +101,7 @@ def test_weights_quantised_once_a_step_change_nothing(flags, world_size):
     never = train(FP8, *flags, "--fp8moe.cache_weights=never", world_size=world_size)
     assert "weights quantised once a step" in cached.log and "quantised once" not in never.log
     # The second step's losses are those of new weights; torch does not count what its fused optimizer wrote.
-    assert_equal(cached, never)
+    (assert_same_bits if world_size == 1 else assert_equal)(cached, never)
 
 
 # ---- activation checkpointing and compile ----------------------------------------------------------------------------
@@ -115,13 +122,13 @@ def test_recomputation_changes_no_gradient(mode, compiled):
     checkpointed = train(FP8, *CHECKPOINTING[mode], *compiled)
     assert f"Applied {mode.split()[0]} activation checkpointing to the model" in checkpointed.log
     assert f"(alignment 1, {'compiled' if compiled else 'not compiled'}, backend" in checkpointed.log
-    assert_equal(checkpointed, train(FP8, *compiled))
+    assert_same_bits(checkpointed, train(FP8, *compiled))
 
 
 @pytest.mark.slow
 def test_a_memory_budget_changes_no_gradient():
     budget = ("--activation_checkpoint.mode=memory_budget", "--activation_checkpoint.memory_budget=0.3")
-    assert_equal(train(FP8, *COMPILED, *budget), train(FP8, *COMPILED))
+    assert_same_bits(train(FP8, *COMPILED, *budget), train(FP8, *COMPILED))
 
 
 @pytest.mark.parametrize("parallelism", [None, pytest.param("FSDP", marks=pytest.mark.slow), "EP"])
