@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import importlib.metadata
 import pathlib
 import random
 import shlex
@@ -19,12 +20,21 @@ from titan_fp8moe.float8 import FP8_DTYPE
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
 def environment() -> dict[str, str]:
     """Columns of every row: GPU, versions, date and the command that measured."""
     return {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "torchtitan": version("torchtitan"),
+        "torchao": version("torchao"),
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", *sys.argv]),
     }

@@ -25,7 +25,7 @@ def conditions(rows: Rows) -> str:
 
 
 def plot_kernels(rows: Rows) -> plt.Figure:
-    """Percent of the copy bandwidth, one panel an operator."""
+    """Percent of the copy bandwidth, one panel an operator: ours, and torchao's by its time for the same bytes."""
     rows = [row for row in rows if row["op"] != "copy"]
     names = list(dict.fromkeys(row["op"] for row in rows))
     grid_rows = -(-len(names) // 4)
@@ -34,7 +34,14 @@ def plot_kernels(rows: Rows) -> plt.Figure:
         axis.axis("off")
     for axis, name in zip(axes.flat, names, strict=False):
         panel = [row for row in rows if row["op"] == name]
-        axis.barh([row["shape"] for row in panel], [float(row["% of copy"]) for row in panel])
+        ours = [float(row["% of copy"]) for row in panel]
+        axis.barh(range(len(panel)), ours, 0.4, align="edge", label="ours")
+        peers = [(i, row) for i, row in enumerate(panel) if row.get("torchao us")]
+        if peers:
+            percent = [ours[i] * float(row["us"]) / float(row["torchao us"]) for i, row in peers]
+            axis.barh([i - 0.4 for i, _ in peers], percent, 0.4, align="edge", label="torchao")
+            axis.legend(fontsize=7)
+        axis.set_yticks(range(len(panel)), [row["shape"] for row in panel])
         axis.axvline(100, color="grey", linewidth=1)
         axis.set_title(name, fontsize=9)
         axis.tick_params(labelsize=7)
