@@ -41,13 +41,6 @@ def assert_equal(actual: Run, expected: Run) -> None:
         assert (actual.gradients[name] - grad).norm() <= 3e-2 * grad.norm(), name
 
 
-def assert_same_bits(actual: Run, expected: Run) -> None:
-    assert actual.losses == expected.losses and actual.grad_norms == expected.grad_norms
-    assert actual.gradients.keys() == expected.gradients.keys()
-    for name, grad in expected.gradients.items():
-        assert torch.equal(actual.gradients[name], grad), name
-
-
 def assert_trains_as_bf16_does(fp8: Run, bf16: Run) -> None:
     assert "expert modules use FP8" in fp8.log and "fp8moe:" not in bf16.log
     quality = gradient_sqnr_db(fp8, bf16)

@@ -148,13 +148,14 @@ def test_doctor_fails_an_unregistered_converter(monkeypatch, capsys, no_gpu):
     assert 'problem: the converter "fp8moe" is not registered with torchtitan' in out
 
 
-def test_doctor_fails_a_gpu_without_fp8(monkeypatch, capsys, pretend_gpu):
-    pretend_gpu(8, 0)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+def test_doctor_fails_a_gpu_without_fp8(monkeypatch, capsys, pretend_gpu, capability):
+    pretend_gpu(*capability)
     monkeypatch.setattr(__main__, "_live_check", lambda device: dict.fromkeys(SQNR_NAMES, 23.0))
     status, out = run_doctor(capsys, "--json")
     report = json.loads(out)
     assert status == 1
-    assert report["device"] == {"type": "cuda", "name": "Pretended GPU", "capability": "8.0"}
+    assert report["device"] == {"type": "cuda", "name": "Pretended GPU", "capability": "{}.{}".format(*capability)}
     (problem,) = report["problems"]
     assert "compute capability 9.0 is needed" in problem and "fp8moe.emulate = true" in problem
     assert "9.0" in report["implementations"]["scaled_grouped_mm"]
@@ -380,8 +381,9 @@ def test_check_follows_a_config_module_in_the_working_directory(check, monkeypat
 # ---- this machine's GPU ----------------------------------------------------------------------------------------------
 
 
-def test_check_refuses_a_gpu_without_fp8_for_that_reason(check, pretend_gpu):
-    pretend_gpu(8, 0)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0)])
+def test_check_refuses_a_gpu_without_fp8_for_that_reason(check, pretend_gpu, capability):
+    pretend_gpu(*capability)
     assert_refused(check(DEBUG_TOML), "compute capability 9.0")
 
 
