@@ -69,8 +69,8 @@ def build_run_experts(options: dict[str, str | bool], compile_backend: str | Non
         quantized_weights: tuple[Tensor, ...] = (),
     ) -> Tensor:
         # The number of tokens differs from step to step under expert parallelism, and in validation. Sizes of 0 and 1
-        # are constants to a compiler, which would compile for each.
-        if x.shape[0] < 2:
+        # are constants to a compiler, which would compile for each. (One that traces this may not know the size.)
+        if not torch.compiler.is_compiling() and x.shape[0] < 2:
             return run_experts(w1, w2, w3, x, num_tokens_per_expert, quantized_weights)
         torch._dynamo.maybe_mark_dynamic(x, 0)
         return compiled(w1, w2, w3, x, num_tokens_per_expert, quantized_weights)
