@@ -21,6 +21,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def version(package: str) -> str:
+    """Of an installed package; empty if it is not."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

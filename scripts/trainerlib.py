@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -71,9 +70,8 @@ def missing_for(variant: str) -> str | None:
     """Why ``variant`` cannot run in this environment, None when it can be tried."""
     if variant not in ("torchtitan float8", "fp8moe, float8 linear"):
         return None
-    try:
-        torchao = importlib.metadata.version("torchao")
-    except importlib.metadata.PackageNotFoundError:
+    torchao = benchlib.version("torchao")
+    if not torchao:
         return "torchao is not installed"
     major, minor = (int(part) for part in re.findall(r"\d+", torchao)[:2])
     if variant == "torchtitan float8" and (major, minor) >= (0, 17):

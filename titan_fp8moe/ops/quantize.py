@@ -67,8 +67,9 @@ def _quantize_colwise_per_group(
 
 def _empty_colwise_per_group(x: Tensor, offs: Tensor, padded_offs: Tensor | None) -> tuple[Tensor, Tensor]:
     (m, k), num_groups = x.shape, offs.shape[0]
-    q = empty_column_major(x, m, k) if padded_offs is None else _empty_padded(x, num_groups)
-    return q, empty_scale(x, num_groups, k)
+    if padded_offs is not None:
+        return _empty_padded(x, num_groups)
+    return empty_column_major(x, m, k), empty_scale(x, num_groups, k)
 
 
 def _check_colwise_per_group(x: Tensor, offs: Tensor, padded_offs: Tensor | None) -> None:
@@ -163,7 +164,7 @@ def quantize_rowwise_and_colwise_per_group(
         return reference.quantize_rowwise_and_colwise_per_group(x, offs, padded_offs, round_scales_to_power_of_2)
     (m, k), num_groups = x.shape, offs.shape[0]
     q, scale = empty_fp8(x, m, k), empty_scale(x, m)
-    q_col, scale_col = _empty_padded(x, num_groups), empty_scale(x, num_groups, k)
+    q_col, scale_col = _empty_padded(x, num_groups)
     amax = zero_amax(x, num_groups, k)
     offs, padded_offs = offs.contiguous(), padded_offs.contiguous()
     with on_device(x):
@@ -183,9 +184,9 @@ def _check_padded(x: Tensor, offs: Tensor, padded_offs: Tensor) -> None:
         )
 
 
-def _empty_padded(x: Tensor, num_groups: int) -> Tensor:
+def _empty_padded(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     m, k = x.shape
-    return empty_fp8(x, k, padded_tokens(m, num_groups)).t()
+    return empty_fp8(x, k, padded_tokens(m, num_groups)).t(), empty_scale(x, num_groups, k)
 
 
 @quantize_rowwise_and_colwise_per_group.register_fake
@@ -196,7 +197,7 @@ def _(
     check_activation("x", x)
     m, k = x.shape
     num_groups = offs.shape[0]
-    return empty_fp8(x, m, k), empty_scale(x, m), _empty_padded(x, num_groups), empty_scale(x, num_groups, k)
+    return empty_fp8(x, m, k), empty_scale(x, m), *_empty_padded(x, num_groups)
 
 
 def _check_requantize(q: Tensor, scale: Tensor, offs: Tensor, padded_offs: Tensor) -> None:
@@ -230,7 +231,7 @@ def requantize_colwise_per_group(
     if q.stride(1) != 1 or q.stride(0) % ALIGNMENT or q.data_ptr() % ALIGNMENT:
         q = q.clone(memory_format=torch.contiguous_format)
     k, num_groups = q.shape[1], offs.shape[0]
-    q_col, scale_col = _empty_padded(q, num_groups), empty_scale(q, num_groups, k)
+    q_col, scale_col = _empty_padded(q, num_groups)
     amax = zero_amax(q, num_groups, k)
     offs, padded_offs = offs.contiguous(), padded_offs.contiguous()
     with on_device(q):
@@ -246,4 +247,4 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     _check_requantize(q, scale, offs, padded_offs)
     num_groups = offs.shape[0]
-    return _empty_padded(q, num_groups), empty_scale(q, num_groups, q.shape[1])
+    return _empty_padded(q, num_groups)
