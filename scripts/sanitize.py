@@ -82,6 +82,7 @@ def run_ops(device: torch.device) -> None:
                 call(op, w1_t, w3_t, pow2)
             call(ops.swiglu_quantize_rowwise, gate_up, pow2)
             call(ops.swiglu_backward_quantize_rowwise, grad, gate_up, pow2)
+            call(ops.swiglu_backward_quantize, grad, gate_up, offs, ops.padded_offs(offs), pow2)
         call(ops.swiglu_backward, grad, gate_up)
         for columns in LONG_ROWS:
             long = normal(40, 2 * columns, dtype=dtype)
@@ -90,6 +91,7 @@ def run_ops(device: torch.device) -> None:
             call(ops.quantize_rowwise_and_colwise_per_group, long[:, :columns], ends, ops.padded_offs(ends))
             call(ops.swiglu_quantize_rowwise, long)
             call(ops.swiglu_backward_quantize_rowwise, long[:, :columns], long)
+            call(ops.swiglu_backward_quantize, long[:, :columns], long, ends, ops.padded_offs(ends))
         for fast_accum in (True, False):
             call(ops.scaled_grouped_mm, a, b, scale_a, scale_b, offs, dtype, fast_accum=fast_accum)
             call(ops.scaled_grouped_mm, a_col, b_col, scale_a_col, scale_b_col, offs, dtype, fast_accum=fast_accum)

@@ -394,12 +394,13 @@ def assert_represents_rows(q: Tensor, scale: Tensor, exact: Tensor, noise: Tenso
 @fuzz
 @given(
     h=dims,
-    m=st.integers(0, 80),
+    layout=groups(),
     gate_up=values(layouts=("contiguous",)),
     grad=values(layouts=("contiguous",)),
     pow2=st.booleans(),
 )
-def test_swiglu(h, m, gate_up, grad, pow2, device):
+def test_swiglu(h, layout, gate_up, grad, pow2, device):
+    m, offs = layout.num_rows, end_offsets(list(layout.sizes), device)
     gate_up, grad = gate_up.build(m, 2 * h, device=device), grad.build(m, h, device=device)
     q, scale = ops.swiglu_quantize_rowwise(gate_up, pow2)
     d_q, d_scale, h_q, h_scale = ops.swiglu_backward_quantize_rowwise(grad, gate_up, pow2)
@@ -407,6 +408,17 @@ def test_swiglu(h, m, gate_up, grad, pow2, device):
     assert_same_bits(ops.swiglu_quantize_rowwise(gate_up, pow2), (q, scale))
     assert_same_layout_on_meta(ops.swiglu_quantize_rowwise, (gate_up, pow2), (q, scale))
     assert_same_layout_on_meta(ops.swiglu_backward_quantize_rowwise, (grad, gate_up, pow2), (d_q, d_scale, q, scale))
+    args = (grad, gate_up, offs, padded_offs(offs), pow2)
+    both_ways = ops.swiglu_backward_quantize(*args)
+    assert_same_layout_on_meta(ops.swiglu_backward_quantize, args, both_ways)
+    assert_same_bits(both_ways[:2], (d_q, d_scale))
+    if pow2:
+        d_gate, d_up, h_exact = ops.swiglu_backward(grad, gate_up)
+        exact = torch.cat((d_gate, d_up), 1), h_exact
+        columns = [ops.quantize_rowwise_and_colwise_per_group(x, *args[2:])[2:] for x in exact]
+    else:
+        columns = [ops.requantize_colwise_per_group(*x, *args[2:]) for x in ((d_q, d_scale), (q, scale))]
+    assert_same_bits(both_ways[2:], (*columns[0], *columns[1]))
     if m == 0:
         return
     gate, up = gate_up.cpu().double().chunk(2, 1)

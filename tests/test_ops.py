@@ -281,6 +281,38 @@ def test_swiglu_keeps_zeros_and_shows_non_finite_values(device):
     assert not q[3].float().any() and not d_q[3].float().any()
 
 
+@DTYPES
+@POW2
+@SIZES
+def test_swiglu_backward_both_ways(sizes, pow2, dtype, device):
+    offs = end_offsets(sizes, device)
+    gate_up = (3 * tokens(sizes, 96, slack=5)).to(device, dtype)
+    grad_h = with_hard_values(tokens(sizes, 48, slack=5)).to(device, dtype)
+    d_q, d_scale, *columns = ops.swiglu_backward_quantize(grad_h, gate_up, offs, padded_offs(offs), pow2)
+    rows = ops.swiglu_backward_quantize_rowwise(grad_h, gate_up, pow2)
+    assert_same((d_q, d_scale), rows[:2])
+    d_gate, d_up, h = (t.cpu() for t in reference.swiglu_backward(grad_h, gate_up))
+    exact = torch.cat((d_gate, d_up), 1), h
+    for (q, scale), values, (q_col, scale_col) in zip(
+        (rows[:2], rows[2:]), exact, (columns[:2], columns[2:]), strict=True
+    ):
+        q_col = unpadded(q_col, sizes, gate_up.shape[0])
+        dequantized = (q.float() * scale[:, None]).cpu()
+        if not pow2:
+            assert_same((q_col, scale_col), colwise_by_definition(dequantized, sizes, pow2))
+            continue
+        # The scales are those of the values themselves, the values those of the rows, exact but for what underflows.
+        assert_same((scale_col,), colwise_by_definition(values, sizes, pow2)[1:])
+        start = 0
+        for e, size in enumerate(sizes):
+            group = slice(start, start + size)
+            moved = q_col[group].float().cpu() * scale_col[e].cpu()
+            error = (moved - dequantized[group]).abs()
+            finite = dequantized[group].isfinite() & scale_col[e].isfinite().cpu()
+            assert (error <= 2.0**-9 * scale_col[e].cpu())[finite].all()
+            start += size
+
+
 # ---- grouped GEMM ----------------------------------------------------------------------------------------------------
 
 
@@ -459,6 +491,10 @@ def test_offsets_of_any_stride(device):
                 for o in ((strided, strided_padded), (offs, padded))
             ),
             (ops.requantize_colwise_per_group(q, scale, *o, pow2) for o in ((strided, strided_padded), (offs, padded))),
+            (
+                ops.swiglu_backward_quantize(x[:, :16], x[:, 16:], *o, pow2)
+                for o in ((strided, strided_padded), (offs, padded))
+            ),
         ):
             assert_same(actual, expected)
     out, expected = (ops.scaled_grouped_mm(q, b, scale, scale_b, o, torch.float32) for o in (strided, offs))
@@ -509,6 +545,10 @@ def test_refuses_what_is_not_what_its_message_names(device):
         ops.quantize_rowwise_and_colwise_per_group(x, offs, offs.long())
     with pytest.raises(ValueError, match=r"grad_h must be row-major with shape .* on meta"):
         ops.swiglu_backward_quantize_rowwise(x, torch.empty(16, 32, device="meta"))
+    with pytest.raises(ValueError, match=r"grad_h must be row-major with shape .* on meta"):
+        ops.swiglu_backward_quantize(x, torch.empty(16, 32, device="meta"), offs, offs)
+    with pytest.raises(ValueError, match=r"padded_offs must be padded_offs\(offs\)"):
+        ops.swiglu_backward_quantize(x, normal(16, 32, device=device), offs, offs[:0])
 
 
 def test_refuses_dimensions_not_divisible_by_16(device):
@@ -579,6 +619,7 @@ def _op_calls(device):
     gate_up = normal(37, 96, device=device)
     yield ops.swiglu_quantize_rowwise, (gate_up,)
     yield ops.swiglu_backward_quantize_rowwise, (x, gate_up)
+    yield ops.swiglu_backward_quantize, (x, gate_up, offs, padded_offs(offs))
     forward = _operands((q, scale), ops.quantize_weight_colwise(w_t))
     yield ops.scaled_grouped_mm, (*forward, offs, torch.bfloat16)
     wgrad = _operands(ops.quantize_rowwise_per_group(x.t(), offs), ops.quantize_colwise_per_group(x, offs))

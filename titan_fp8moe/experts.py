@@ -70,44 +70,48 @@ class _Float8Experts(torch.autograd.Function):
         def product(a, b_t, scale_a, scale_b, ends, dtype):
             return ops.scaled_grouped_mm(a, b_t, scale_a, scale_b, ends, dtype, fast, gemm_backend)
 
-        rowwise = recipe == "rowwise"
-        padded = ops.padded_offs(offs)
-        if rowwise:
+        needs_grad_x, needs_grad_w1, needs_grad_w2, needs_grad_w3 = ctx.needs_input_grad[:4]
+        grad_x = grad_w1 = grad_w2 = grad_w3 = None
+        if recipe == "rowwise" and (needs_grad_w1 or needs_grad_w2 or needs_grad_w3):
+            padded = ops.padded_offs(offs)
             grad_q, grad_scale, grad_q_col, grad_scale_col = ops.quantize_rowwise_and_colwise_per_group(
                 grad, offs, padded, pow2
             )
+            grad_h = product(grad_q, w2_q, grad_scale, w2_scale, offs, torch.bfloat16)
+            del grad_q
+            d_q, d_scale, d_q_col, d_scale_col, h_q_col, h_scale_col = ops.swiglu_backward_quantize(
+                grad_h, gate_up, offs, padded, pow2
+            )
+            del grad_h
+            if needs_grad_w2:
+                grad_w2 = product(grad_q_col.t(), h_q_col, grad_scale_col, h_scale_col, padded, w2_dtype)
+            del grad_q_col, h_q_col
+            if needs_grad_w1 or needs_grad_w3:
+                x_q, x_scale = ops.requantize_colwise_per_group(*kept_x, offs, padded, pow2)
+                (d_gate, d_up), d_scales = d_q_col.t().chunk(2), d_scale_col.chunk(2, 1)
+                if needs_grad_w1:
+                    grad_w1 = product(d_gate, x_q, d_scales[0].contiguous(), x_scale, padded, w1_dtype)
+                if needs_grad_w3:
+                    grad_w3 = product(d_up, x_q, d_scales[1].contiguous(), x_scale, padded, w3_dtype)
+                del d_gate, d_up, x_q
+            del d_q_col
         else:
             grad_q, grad_scale = ops.quantize_rowwise(grad, pow2)
-        grad_h = product(grad_q, w2_q, grad_scale, w2_scale, offs, torch.bfloat16)
-        d_q, d_scale, h_q, h_scale = ops.swiglu_backward_quantize_rowwise(grad_h, gate_up, pow2)
-
-        grad_x = grad_w1 = grad_w2 = grad_w3 = None
-        if ctx.needs_input_grad[0]:
+            grad_h = product(grad_q, w2_q, grad_scale, w2_scale, offs, torch.bfloat16)
+            d_q, d_scale, _, _ = ops.swiglu_backward_quantize_rowwise(grad_h, gate_up, pow2)
+            if recipe == "rowwise_with_gw_hp":
+                (x,) = kept_x
+                d_gate, d_up, h = ops.swiglu_backward(grad_h, gate_up)
+                if needs_grad_w1:
+                    grad_w1 = ops.grouped_mm_wgrad(d_gate, x, offs, w1_dtype, gemm_backend)
+                if needs_grad_w2:
+                    grad_w2 = ops.grouped_mm_wgrad(grad, h, offs, w2_dtype, gemm_backend)
+                if needs_grad_w3:
+                    grad_w3 = ops.grouped_mm_wgrad(d_up, x, offs, w3_dtype, gemm_backend)
+                del d_gate, d_up, h
+        # Last, when the operands of the weight gradients are gone.
+        if needs_grad_x:
             grad_x = product(d_q, w13_q, d_scale, w13_scale, offs, x_dtype)
-        hidden_dim = h_q.shape[1]
-        if rowwise:
-            if ctx.needs_input_grad[2]:
-                h_q, h_scale = ops.requantize_colwise_per_group(h_q, h_scale, offs, padded, pow2)
-                grad_w2 = product(grad_q_col.t(), h_q, grad_scale_col, h_scale, padded, w2_dtype)
-            if ctx.needs_input_grad[1] or ctx.needs_input_grad[3]:
-                x_q, x_scale = ops.requantize_colwise_per_group(*kept_x, offs, padded, pow2)
-                d_q, d_scale = ops.requantize_colwise_per_group(d_q, d_scale, offs, padded, pow2)
-                gate, up = (slice(None, hidden_dim), slice(hidden_dim, None))
-                if ctx.needs_input_grad[1]:
-                    d_gate_scale = d_scale[:, gate].contiguous()
-                    grad_w1 = product(d_q.t()[gate], x_q, d_gate_scale, x_scale, padded, w1_dtype)
-                if ctx.needs_input_grad[3]:
-                    d_up_scale = d_scale[:, up].contiguous()
-                    grad_w3 = product(d_q.t()[up], x_q, d_up_scale, x_scale, padded, w3_dtype)
-        else:
-            (x,) = kept_x
-            d_gate, d_up, h = ops.swiglu_backward(grad_h, gate_up)
-            if ctx.needs_input_grad[1]:
-                grad_w1 = ops.grouped_mm_wgrad(d_gate, x, offs, w1_dtype, gemm_backend)
-            if ctx.needs_input_grad[2]:
-                grad_w2 = ops.grouped_mm_wgrad(grad, h, offs, w2_dtype, gemm_backend)
-            if ctx.needs_input_grad[3]:
-                grad_w3 = ops.grouped_mm_wgrad(d_up, x, offs, w3_dtype, gemm_backend)
         return grad_x, grad_w1, grad_w2, grad_w3, *(None,) * (len(ctx.needs_input_grad) - 4)
 
 

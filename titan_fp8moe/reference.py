@@ -235,3 +235,19 @@ def swiglu_backward_quantize_rowwise(
         *quantize_rowwise(torch.cat((d_gate, d_up), 1), round_scales_to_power_of_2),
         *quantize_rowwise(h, round_scales_to_power_of_2),
     )
+
+
+def swiglu_backward_quantize(
+    grad_h: torch.Tensor,
+    gate_up: torch.Tensor,
+    offs: torch.Tensor,
+    padded_offs: torch.Tensor,
+    round_scales_to_power_of_2: bool = True,
+) -> tuple[torch.Tensor, ...]:
+    if not round_scales_to_power_of_2:
+        q, scale, q_h, scale_h = swiglu_backward_quantize_rowwise(grad_h, gate_up, False)
+        cols = requantize_colwise_per_group(q, scale, offs, padded_offs, False)
+        return q, scale, *cols, *requantize_colwise_per_group(q_h, scale_h, offs, padded_offs, False)
+    d_gate, d_up, h = swiglu_backward(grad_h, gate_up)
+    both = quantize_rowwise_and_colwise_per_group(torch.cat((d_gate, d_up), 1), offs, padded_offs)
+    return *both, *quantize_rowwise_and_colwise_per_group(h, offs, padded_offs)[2:]

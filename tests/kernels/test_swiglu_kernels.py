@@ -11,10 +11,10 @@ import numpy
 import pytest
 import torch
 import triton
-from test_quantize_kernels import CUDA, Guarded, assert_same, data
+from test_quantize_kernels import CUDA, Guarded, assert_same, data, group_ends, groups
 
 from titan_fp8moe import reference
-from titan_fp8moe.float8 import FP8_DTYPE
+from titan_fp8moe.float8 import FP8_DTYPE, padded_offs, padded_tokens, scale_from_amax
 
 
 def forward(gate_up, pow2, q_dtype=FP8_DTYPE):
@@ -29,21 +29,50 @@ def forward(gate_up, pow2, q_dtype=FP8_DTYPE):
     return tuple(output.t for output in outputs)
 
 
-def backward(grad_h, gate_up, pow2, q_dtype=FP8_DTYPE):
-    from titan_fp8moe.kernels import swiglu
-
-    m, h = grad_h.shape
-    device = gate_up.device
-    outputs = (
+def backward_outputs(m, h, q_dtype, device):
+    return (
         Guarded((m, 2 * h), q_dtype, device),
         Guarded((m,), torch.float32, device),
         Guarded((m, h), q_dtype, device),
         Guarded((m,), torch.float32, device),
     )
+
+
+def backward(grad_h, gate_up, pow2, q_dtype=FP8_DTYPE):
+    from titan_fp8moe.kernels import swiglu
+
+    m, h = grad_h.shape
+    device = gate_up.device
+    outputs = backward_outputs(m, h, q_dtype, device)
     swiglu.swiglu_backward_quantize_rowwise(grad_h, gate_up, *(output.t for output in outputs), pow2)
     for output in outputs:
         output.check()
     return tuple(output.t for output in outputs)
+
+
+def both_ways(grad_h, gate_up, offs, pow2):
+    from titan_fp8moe.kernels import swiglu
+
+    (m, h), num_groups = grad_h.shape, offs.shape[0]
+    device, p = gate_up.device, padded_tokens(m, num_groups)
+    rows, columns = backward_outputs(m, h, FP8_DTYPE, device), []
+    for k in (2 * h, h):
+        columns += [Guarded((p, k), FP8_DTYPE, device, (1, p)), Guarded((num_groups, k), torch.float32, device)]
+    amax = [Guarded((num_groups, k), torch.int32, device) for k in (2 * h, h)]
+    for workspace in amax:
+        workspace.t.zero_()
+    outputs = (*rows, *columns, *amax)
+    padded = padded_offs(offs)
+    swiglu.swiglu_backward_quantize(grad_h, gate_up, offs, padded, *(output.t for output in outputs), pow2)
+    for output in outputs:
+        output.check()
+    return tuple(output.t for output in (*rows[:2], *columns))
+
+
+def check_both_ways(grad_h, gate_up, offs, pow2):
+    want = reference.swiglu_backward_quantize(grad_h, gate_up, offs, padded_offs(offs), pow2)
+    for i, (g, w) in enumerate(zip(both_ways(grad_h, gate_up, offs, pow2), want, strict=True)):
+        assert_same(g, w, f"both ways output {i} {tuple(grad_h.shape)} {grad_h.dtype} {offs.tolist()[:6]} pow2={pow2}")
 
 
 def check(grad_h, gate_up, pow2):
@@ -85,7 +114,29 @@ def inputs(m, h, dtype, device, kind):
 )
 def test_swiglu(m, h, dtype, pow2):
     for kind in ("normal", "gates", "range", "nonfinite"):
-        check(*inputs(m, h, dtype, "cuda", kind), pow2)
+        grad_h, gate_up = inputs(m, h, dtype, "cuda", kind)
+        check(grad_h, gate_up, pow2)
+        for layout in ("one", "ragged", "singles", "empty") if m > 0 else ():
+            check_both_ways(grad_h, gate_up, groups(m, layout, "cuda"), pow2)
+
+
+def around_the_rounding_of_scales(device):
+    """grad_h and [gate | up] whose d_up and h have columns with an amax just below, at and above 1.75 * 2**k.
+
+    The sigmoid of 64 is one: what is computed is exact.
+    """
+    amax = 1.75 * torch.exp2(torch.tensor([-60.0, -8.0, 0.0, 5.0, 90.0]))
+    amax = torch.cat(
+        (amax.nextafter(torch.tensor(0.0)), amax, amax.nextafter(torch.tensor(torch.inf)), torch.tensor([0.0]))
+    )
+    values = torch.stack((amax / 4, -amax, amax / 2)).to(device)
+    return values, torch.cat((torch.full_like(values, 64.0), values), 1)
+
+
+@pytest.mark.gpu
+@CUDA
+def test_scales_of_columns_round_up_where_they_should():
+    check_both_ways(*around_the_rounding_of_scales("cuda"), group_ends([3], "cuda"), True)
 
 
 @pytest.mark.gpu
@@ -134,6 +185,16 @@ def test_more_than_2_31_elements():
     want = reference.swiglu_backward_quantize_rowwise(grad_tail, gate_up_tail)
     for g, w in zip(backward(grad_h, gate_up, True), want, strict=True):
         assert_same(g[-64:], w, "backward")
+    del g
+    groups_of_tail = group_ends([m - 64, 40, 24], "cuda")
+    got = both_ways(grad_h, gate_up, groups_of_tail, True)
+    ends = group_ends([0, 40, 24], "cuda")
+    want = reference.swiglu_backward_quantize(grad_tail, gate_up_tail, ends, padded_offs(ends))
+    start = (m - 64 + 127) // 128 * 128
+    for g, w in zip((got[2], got[4]), (want[2], want[4]), strict=True):
+        assert_same(g[start : start + 256], w[:256], "both ways")
+    for g, w in zip((got[3], got[5]), (want[3], want[5]), strict=True):
+        assert_same(g, w, "scales of columns")
 
 
 @pytest.mark.gpu
@@ -149,6 +210,7 @@ def test_one_compiled_kernel_for_any_number_of_tokens():
         grad_h, gate_up = inputs(m, 256, torch.bfloat16, "cuda", "normal")
         forward(gate_up, True)
         backward(grad_h, gate_up, True)
+        both_ways(grad_h, gate_up, group_ends([m // 2, m - m // 2], "cuda"), True)
         if i == 0:
             compiled = count()
     assert count() == compiled
@@ -192,6 +254,36 @@ def _check_interpreted():
                 torch.testing.assert_close(q.double(), want.double() / scale.double()[:, None], rtol=1e-3, atol=1e-30)
                 amax = q.abs().amax(1)
                 assert ((amax <= 448 * 1.00001) & ((amax >= 223.9) | (scale == 2.0**-126))).all()
+            for layout in ("ragged", "singles", "empty") if m > 0 else ():
+                check_interpreted_amax(
+                    grad_h, gate_up, groups(m, layout, "cpu"), (torch.cat((d_gate, d_up), 1), want_h)
+                )
+    values = around_the_rounding_of_scales("cpu")
+    d_gate, d_up, want_h = reference.swiglu_backward(*values)
+    amax, amax_h = check_interpreted_amax(*values, group_ends([3], "cpu"), (torch.cat((d_gate, d_up), 1), want_h))
+    for got, want in ((amax[:, 16:], d_up), (amax_h, want_h)):
+        assert_same(scale_from_amax(got[0]), scale_from_amax(want.abs().amax(0)), "scales of columns")
+
+
+def check_interpreted_amax(grad_h, gate_up, offs, exact):
+    """What becomes the scales of columns; the move to them is written in assembly, which the interpreter has not."""
+    from titan_fp8moe.kernels import swiglu
+
+    m, h = grad_h.shape
+    outputs = backward_outputs(m, h, torch.float32, "cpu")
+    amax = [Guarded((offs.shape[0], k), torch.int32, "cpu") for k in (2 * h, h)]
+    for workspace in amax:
+        workspace.t.zero_()
+    arguments = (output.t for output in (*outputs, *amax))
+    swiglu._launch_swiglu_backward(grad_h, gate_up, offs, *arguments, True)
+    for output in (*outputs, *amax):
+        output.check()
+    for workspace, values in zip(amax, exact, strict=True):
+        got, want = workspace.t.view(torch.float32), reference._colwise_per_group_amax(values, offs)
+        assert torch.equal(got.isfinite(), want.isfinite())
+        finite = want.isfinite()
+        torch.testing.assert_close(got[finite], want[finite], rtol=2.0**-7, atol=1e-38)
+    return tuple(workspace.t.view(torch.float32) for workspace in amax)
 
 
 if __name__ == "__main__":

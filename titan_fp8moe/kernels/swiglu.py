@@ -5,7 +5,9 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from titan_fp8moe.kernels.launch import cdiv, next_power_of_2
-from titan_fp8moe.kernels.scale import magnitude_bits, quantize, scale_from_amax_bits
+from titan_fp8moe.kernels.quantize_per_group import requantize_colwise_per_group
+from titan_fp8moe.kernels.rescale import rescale_colwise_per_group
+from titan_fp8moe.kernels.scale import magnitude_bits, quantize, scale_from_amax_bits, segment_of_row, update_amax
 
 
 @triton.jit
@@ -44,7 +46,7 @@ def _columns(start, num_cols, BLOCK_H: tl.constexpr):
 
 @triton.jit
 def _store(ptrs, x, scale, mask, POW2: tl.constexpr):
-    tl.store(ptrs, quantize(x, scale[:, None], POW2).to(ptrs.dtype.element_ty), mask=mask)
+    tl.store(ptrs, quantize(x, scale, POW2).to(ptrs.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -83,7 +85,7 @@ def _swiglu_kernel(
         scale = scale_from_amax_bits(tl.max(amax, 1), POW2)
         for part in tl.static_range(PARTS):
             col, in_cols = _columns(part * BLOCK_H, num_cols, BLOCK_H)
-            _store(q_row + col, h[part], scale, in_rows & in_cols, POW2)
+            _store(q_row + col, h[part], scale[:, None], in_rows & in_cols, POW2)
     else:
         for start in range(0, num_cols, BLOCK_H):
             col, in_cols = _columns(start, num_cols, BLOCK_H)
@@ -95,112 +97,192 @@ def _swiglu_kernel(
             col, in_cols = _columns(start, num_cols, BLOCK_H)
             gate = tl.load(gate_row + col, mask=in_rows & in_cols, other=0.0)
             up = tl.load(up_row + col, mask=in_rows & in_cols, other=0.0)
-            _store(q_row + col, _swiglu(gate, up), scale, in_rows & in_cols, POW2)
+            _store(q_row + col, _swiglu(gate, up), scale[:, None], in_rows & in_cols, POW2)
     tl.store(scale_ptr + row, scale, mask=row < num_rows)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
+def _load_swiglu_backward(grad_row, gate_row, up_row, col, in_cols):
+    grad = tl.load(grad_row + col, mask=in_cols, other=0.0)
+    gate = tl.load(gate_row + col, mask=in_cols, other=0.0)
+    up = tl.load(up_row + col, mask=in_cols, other=0.0)
+    return _swiglu_backward(grad, gate, up)
+
+
+@triton.jit
+def _narrow_magnitude(x):
+    """|x| in the 16 bits that decide a scale that is a power of two, to accumulate in half the registers.
+
+    The scale goes up above 1.75 times a power of two. Multiplied by the largest float32 below one, whatever was above
+    is 1.75 or more and nothing else is, and the lower half of the bits no longer matters.
+    """
+    return (magnitude_bits(x * 0.9999999403953552) >> 16).to(tl.int16)
+
+
+@triton.jit
+def _update_amax(amax_ptrs, narrow, in_cols):
+    # Just above what the lower half was cut from: 1.75 is above 1.75 again.
+    update_amax(amax_ptrs, (narrow.to(tl.int32) << 16) | 1, in_cols)
+
+
+@triton.jit
+def _update_three_amax(amax_ptr, amax_h_ptr, narrow, col, num_cols):
+    in_cols = col < num_cols
+    _update_amax(amax_ptr + col, narrow[0], in_cols)
+    _update_amax(amax_ptr + num_cols + col, narrow[1], in_cols)
+    _update_amax(amax_h_ptr + col, narrow[2], in_cols)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_groups", "rows_per_program"])
 def _swiglu_backward_kernel(
     grad_ptr,
     x_ptr,
+    offs_ptr,
     q_ptr,
     scale_ptr,
     q_h_ptr,
     scale_h_ptr,
+    amax_ptr,
+    amax_h_ptr,
     num_rows,
     num_cols,
+    num_groups,
+    rows_per_program,
     stride_grad,
     stride_x,
     stride_q,
     stride_q_h,
     POW2: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PARTS: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    in_rows = row[:, None] < num_rows
-    grad_row = grad_ptr + row[:, None].to(tl.int64) * stride_grad
-    gate_row = x_ptr + row[:, None].to(tl.int64) * stride_x
-    up_row = gate_row + num_cols
-    q_gate_row = q_ptr + row[:, None].to(tl.int64) * stride_q
-    q_up_row = q_gate_row + num_cols
-    q_h_row = q_h_ptr + row[:, None].to(tl.int64) * stride_q_h
-    amax = tl.zeros((BLOCK_M, BLOCK_H), tl.int32)
-    amax_h = tl.zeros((BLOCK_M, BLOCK_H), tl.int32)
-    if PARTS > 0:
-        grad = ()
-        gate = ()
-        up = ()
-        for part in tl.static_range(PARTS):
-            col, in_cols = _columns(part * BLOCK_H, num_cols, BLOCK_H)
-            grad += (tl.load(grad_row + col, mask=in_rows & in_cols, other=0.0),)
-            gate += (tl.load(gate_row + col, mask=in_rows & in_cols, other=0.0),)
-            up += (tl.load(up_row + col, mask=in_rows & in_cols, other=0.0),)
-        results = ()
-        for part in tl.static_range(PARTS):
-            grad_gate, grad_up, h = _swiglu_backward(grad[part], gate[part], up[part])
-            amax = tl.maximum(amax, tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up)))
-            amax_h = tl.maximum(amax_h, magnitude_bits(h))
-            results += ((grad_gate, grad_up, h),)
-        scale = scale_from_amax_bits(tl.max(amax, 1), POW2)
-        scale_h = scale_from_amax_bits(tl.max(amax_h, 1), POW2)
-        for part in tl.static_range(PARTS):
-            col, in_cols = _columns(part * BLOCK_H, num_cols, BLOCK_H)
-            _store(q_gate_row + col, results[part][0], scale, in_rows & in_cols, POW2)
-            _store(q_up_row + col, results[part][1], scale, in_rows & in_cols, POW2)
-            _store(q_h_row + col, results[part][2], scale_h, in_rows & in_cols, POW2)
-    else:
-        for start in range(0, num_cols, BLOCK_H):
-            col, in_cols = _columns(start, num_cols, BLOCK_H)
-            grad = tl.load(grad_row + col, mask=in_rows & in_cols, other=0.0)
-            gate = tl.load(gate_row + col, mask=in_rows & in_cols, other=0.0)
-            up = tl.load(up_row + col, mask=in_rows & in_cols, other=0.0)
-            grad_gate, grad_up, h = _swiglu_backward(grad, gate, up)
-            amax = tl.maximum(amax, tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up)))
-            amax_h = tl.maximum(amax_h, magnitude_bits(h))
-        scale = scale_from_amax_bits(tl.max(amax, 1), POW2)
-        scale_h = scale_from_amax_bits(tl.max(amax_h, 1), POW2)
-        for start in range(0, num_cols, BLOCK_H):
-            col, in_cols = _columns(start, num_cols, BLOCK_H)
-            grad = tl.load(grad_row + col, mask=in_rows & in_cols, other=0.0)
-            gate = tl.load(gate_row + col, mask=in_rows & in_cols, other=0.0)
-            up = tl.load(up_row + col, mask=in_rows & in_cols, other=0.0)
-            grad_gate, grad_up, h = _swiglu_backward(grad, gate, up)
-            _store(q_gate_row + col, grad_gate, scale, in_rows & in_cols, POW2)
-            _store(q_up_row + col, grad_up, scale, in_rows & in_cols, POW2)
-            _store(q_h_row + col, h, scale_h, in_rows & in_cols, POW2)
-    tl.store(scale_ptr + row, scale, mask=row < num_rows)
-    tl.store(scale_h_ptr + row, scale_h, mask=row < num_rows)
+    # A program takes consecutive rows one by one. A row is PARTS blocks that stay in registers between the amax and
+    # the cast, as does the amax of every column until the group changes. With PARTS = 0 a row is too long for that:
+    # it is read, and computed, twice, and the amax of its columns is kept in memory.
+    start = tl.program_id(0) * rows_per_program
+    stop = tl.minimum(start + rows_per_program, num_rows)
+    lane = tl.arange(0, BLOCK_H)
+    zeros = tl.zeros((BLOCK_H,), tl.int16)
+    while start < stop:
+        group, end = segment_of_row(offs_ptr, start, stop, num_groups, BLOCK_E)
+        col_amax = ()
+        if offs_ptr is not None:
+            in_group = group < num_groups
+            group_amax = amax_ptr + group.to(tl.int64) * 2 * num_cols
+            group_amax_h = amax_h_ptr + group.to(tl.int64) * num_cols
+            for _part in tl.static_range(PARTS):
+                col_amax += ((zeros, zeros, zeros),)
+        for i in tl.range(0, end - start, num_stages=NUM_STAGES):
+            row = start.to(tl.int64) + i
+            grad_row = grad_ptr + row * stride_grad
+            gate_row = x_ptr + row * stride_x
+            up_row = gate_row + num_cols
+            q_gate_row = q_ptr + row * stride_q
+            q_up_row = q_gate_row + num_cols
+            q_h_row = q_h_ptr + row * stride_q_h
+            amax = tl.zeros((BLOCK_H,), tl.int32)
+            amax_h = tl.zeros((BLOCK_H,), tl.int32)
+            if PARTS > 0:
+                results = ()
+                new_amax = ()
+                for part in tl.static_range(PARTS):
+                    col = part * BLOCK_H + lane
+                    result = _load_swiglu_backward(grad_row, gate_row, up_row, col, col < num_cols)
+                    results += (result,)
+                    amax = tl.maximum(amax, tl.maximum(magnitude_bits(result[0]), magnitude_bits(result[1])))
+                    amax_h = tl.maximum(amax_h, magnitude_bits(result[2]))
+                    if offs_ptr is not None:
+                        gate_amax = tl.maximum(col_amax[part][0], _narrow_magnitude(result[0]))
+                        up_amax = tl.maximum(col_amax[part][1], _narrow_magnitude(result[1]))
+                        new_amax += ((gate_amax, up_amax, tl.maximum(col_amax[part][2], _narrow_magnitude(result[2]))),)
+                col_amax = new_amax
+                scale = scale_from_amax_bits(tl.max(amax, 0), POW2)
+                scale_h = scale_from_amax_bits(tl.max(amax_h, 0), POW2)
+                for part in tl.static_range(PARTS):
+                    col = part * BLOCK_H + lane
+                    in_cols = col < num_cols
+                    _store(q_gate_row + col, results[part][0], scale, in_cols, POW2)
+                    _store(q_up_row + col, results[part][1], scale, in_cols, POW2)
+                    _store(q_h_row + col, results[part][2], scale_h, in_cols, POW2)
+            else:
+                for first in range(0, num_cols, BLOCK_H):
+                    col = first + lane
+                    grad_gate, grad_up, h = _load_swiglu_backward(grad_row, gate_row, up_row, col, col < num_cols)
+                    amax = tl.maximum(amax, tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up)))
+                    amax_h = tl.maximum(amax_h, magnitude_bits(h))
+                    if offs_ptr is not None:
+                        if in_group:
+                            narrow = (_narrow_magnitude(grad_gate), _narrow_magnitude(grad_up), _narrow_magnitude(h))
+                            _update_three_amax(group_amax, group_amax_h, narrow, col, num_cols)
+                scale = scale_from_amax_bits(tl.max(amax, 0), POW2)
+                scale_h = scale_from_amax_bits(tl.max(amax_h, 0), POW2)
+                for first in range(0, num_cols, BLOCK_H):
+                    col = first + lane
+                    in_cols = col < num_cols
+                    grad_gate, grad_up, h = _load_swiglu_backward(grad_row, gate_row, up_row, col, in_cols)
+                    _store(q_gate_row + col, grad_gate, scale, in_cols, POW2)
+                    _store(q_up_row + col, grad_up, scale, in_cols, POW2)
+                    _store(q_h_row + col, h, scale_h, in_cols, POW2)
+            tl.store(scale_ptr + row, scale)
+            tl.store(scale_h_ptr + row, scale_h)
+        if offs_ptr is not None:
+            if in_group:
+                for part in tl.static_range(PARTS):
+                    _update_three_amax(group_amax, group_amax_h, col_amax[part], part * BLOCK_H + lane, num_cols)
+        start = end
 
 
 MAX_ROW = 16384
 """Columns that one program keeps in registers; longer rows are read twice."""
 
 
-def _launch(num_cols, max_warps, registers, pow2):
-    """BLOCK_M, BLOCK_H, PARTS and compiler options for rows of ``num_cols``, 16 to 32 elements of them a thread.
+# A multiply and an add contracted into one would round once where the reference rounds twice.
+_OPTIONS = {"enable_fp_fusion": False}
 
-    ``registers`` is the limit, where it costs no spills, with which programs of 16 warps fill a multiprocessor.
-    """
-    # A multiply and an add contracted into one would round once where the reference rounds twice.
-    options = {"num_warps": 16, "enable_fp_fusion": False}
-    if num_cols > MAX_ROW:
-        return 1, 4096, 0, options
-    # The largest of the blocks, powers of two, that pad the row by little; of bf16 at most 16 bytes a thread.
+
+def _block_and_parts(num_cols, max_block):
+    """BLOCK_H, PARTS: the largest of the blocks, powers of two, that pad the row by little."""
     whole = max(next_power_of_2(num_cols), 64)
     block_h = next(
         (block for block in (whole // 2, whole // 4) if cdiv(num_cols, block) * block < 1.15 * num_cols),
         max(whole // 8, 16),
     )
-    block_h = min(block_h, max_warps * 256)
-    parts = cdiv(num_cols, block_h)
-    block_m = max(2048 // whole, 1)
+    block_h = min(block_h, max_block)
+    return block_h, cdiv(num_cols, block_h)
+
+
+def _launch_forward(num_cols, pow2):
+    """BLOCK_M, BLOCK_H, PARTS and compiler options for rows of ``num_cols``, 16 to 32 elements of them a thread."""
+    if num_cols > MAX_ROW:
+        return 1, 4096, 0, {"num_warps": 16}
+    # Of bf16 at most 16 bytes a thread.
+    block_h, parts = _block_and_parts(num_cols, 4096)
+    block_m = max(2048 // max(next_power_of_2(num_cols), 64), 1)
     warps = 1 << (max(block_m * block_h * parts // 512, 4).bit_length() - 1)
-    options["num_warps"] = min(warps, max_warps)
+    options = {"num_warps": min(warps, 16)}
     if pow2 and warps == 16 and parts == 2:
-        options["maxnreg"] = registers
+        # Where it costs no spills, the limit with which programs of 16 warps fill a multiprocessor.
+        options["maxnreg"] = 32
     return block_m, block_h, parts, options
+
+
+def _launch_backward(num_cols, itemsize):
+    """BLOCK_H, PARTS, NUM_STAGES, programs, num_warps for rows of ``num_cols``, some 16 elements of them a thread.
+
+    The rows are divided among the programs that the 132 SMs of an H100 or H200 hold at a time, of 16 warps each in all.
+    Of later rows as many are requested early as half of an SM's shared memory holds, at most two.
+    """
+    if num_cols > MAX_ROW:
+        return 4096, 0, 1, 132, 16
+    block_h, parts = next_power_of_2(num_cols), 1
+    if block_h >= 1.15 * num_cols:
+        block_h, parts = _block_and_parts(num_cols, 8192)
+    warps = min(next_power_of_2(cdiv(block_h * parts, 512)), 32, max(block_h // 128, 1))
+    programs_per_sm = max(16 // warps, 1)
+    row_bytes = 3 * block_h * parts * itemsize * programs_per_sm
+    return block_h, parts, 1 + min(2, 114688 // row_bytes), 132 * programs_per_sm, warps
 
 
 def swiglu_quantize_rowwise(gate_up, q, scale, pow2):
@@ -213,7 +295,7 @@ def swiglu_quantize_rowwise(gate_up, q, scale, pow2):
         pow2: round scales up to powers of two.
     """
     num_rows, num_cols = q.shape
-    block_m, block_h, parts, options = _launch(num_cols, 16, 32, pow2)
+    block_m, block_h, parts, options = _launch_forward(num_cols, pow2)
     _swiglu_kernel[(cdiv(num_rows, block_m),)](
         gate_up,
         q,
@@ -227,6 +309,40 @@ def swiglu_quantize_rowwise(gate_up, q, scale, pow2):
         block_h,
         parts,
         **options,
+        **_OPTIONS,
+    )
+
+
+def _launch_swiglu_backward(grad_h, gate_up, offs, q, scale, q_h, scale_h, amax, amax_h, pow2):
+    num_rows, num_cols = q_h.shape
+    num_groups = 1 if offs is None else offs.shape[0]
+    block_h, parts, num_stages, programs, num_warps = _launch_backward(num_cols, gate_up.itemsize)
+    rows_per_program = max(cdiv(num_rows, programs), 1)
+    _swiglu_backward_kernel[(cdiv(num_rows, rows_per_program),)](
+        grad_h,
+        gate_up,
+        offs,
+        q,
+        scale,
+        q_h,
+        scale_h,
+        amax,
+        amax_h,
+        num_rows,
+        num_cols,
+        num_groups,
+        rows_per_program,
+        grad_h.stride(0),
+        gate_up.stride(0),
+        q.stride(0),
+        q_h.stride(0),
+        pow2,
+        next_power_of_2(num_groups),
+        block_h,
+        parts,
+        num_stages,
+        num_warps=num_warps,
+        **_OPTIONS,
     )
 
 
@@ -242,24 +358,45 @@ def swiglu_backward_quantize_rowwise(grad_h, gate_up, q, scale, q_h, scale_h, po
         scale_h: (M,) float32; written.
         pow2: round scales up to powers of two.
     """
-    num_rows, num_cols = q_h.shape
-    block_m, block_h, parts, options = _launch(num_cols, 32, 64, pow2)
-    _swiglu_backward_kernel[(cdiv(num_rows, block_m),)](
-        grad_h,
-        gate_up,
-        q,
-        scale,
-        q_h,
-        scale_h,
-        num_rows,
-        num_cols,
-        grad_h.stride(0),
-        gate_up.stride(0),
-        q.stride(0),
-        q_h.stride(0),
-        pow2,
-        block_m,
-        block_h,
-        parts,
-        **options,
-    )
+    # No groups, and so no amax of their columns.
+    _launch_swiglu_backward(grad_h, gate_up, None, q, scale, q_h, scale_h, None, None, pow2)
+
+
+def swiglu_backward_quantize(
+    grad_h,
+    gate_up,
+    offs,
+    padded_offs,
+    q,
+    scale,
+    q_h,
+    scale_h,
+    q_col,
+    scale_col,
+    q_h_col,
+    scale_h_col,
+    amax,
+    amax_h,
+    pow2,
+):
+    """`swiglu_backward_quantize_rowwise`, and of both the colwise form per group, padded.
+
+    With ``pow2`` these are the rowwise forms moved to the scales that the values' columns have, which differs from
+    quantising the values only where the rowwise forms have underflowed; without, to those of the dequantised columns.
+
+    Args:
+        grad_h, gate_up, q, scale, q_h, scale_h, pow2: as in `swiglu_backward_quantize_rowwise`; rows of q and q_h are
+            multiples of 16 apart.
+        offs, padded_offs: as in `rescale_colwise_per_group`.
+        q_col, scale_col, amax: as in `quantize_rowwise_and_colwise_per_group`, of K = 2H.
+        q_h_col, scale_h_col, amax_h: likewise, of K = H.
+    """
+    moves = ((q, scale, q_col, scale_col, amax), (q_h, scale_h, q_h_col, scale_h_col, amax_h))
+    if pow2:
+        _launch_swiglu_backward(grad_h, gate_up, offs, q, scale, q_h, scale_h, amax, amax_h, pow2)
+        for rows, row_scale, cols, col_scale, col_amax in moves:
+            rescale_colwise_per_group(rows, row_scale, offs, padded_offs, col_amax, cols, col_scale)
+    else:
+        swiglu_backward_quantize_rowwise(grad_h, gate_up, q, scale, q_h, scale_h, pow2)
+        for rows, row_scale, cols, col_scale, col_amax in moves:
+            requantize_colwise_per_group(rows, row_scale, offs, padded_offs, cols, col_scale, col_amax, pow2)

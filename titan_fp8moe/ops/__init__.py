@@ -33,6 +33,7 @@ from titan_fp8moe.ops.quantize_weight import (
 )
 from titan_fp8moe.ops.swiglu import (
     swiglu_backward,
+    swiglu_backward_quantize,
     swiglu_backward_quantize_rowwise,
     swiglu_quantize_rowwise,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "resolve_gemm_backend",
     "scaled_grouped_mm",
     "swiglu_backward",
+    "swiglu_backward_quantize",
     "swiglu_backward_quantize_rowwise",
     "swiglu_quantize_rowwise",
 ]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import float8
-from titan_fp8moe.float8 import ALIGNMENT, FP8_DTYPE, leading_dim
+from titan_fp8moe.float8 import ALIGNMENT, FP8_DTYPE, leading_dim, padded_tokens
 
 INPUT_DTYPES = (torch.bfloat16, torch.float32)
 MAX_EXPERTS = 65535
@@ -73,6 +73,16 @@ def check_offs(offs: Tensor, data: Tensor, name: str = "offs") -> None:
         )
 
 
+def check_padded(x: Tensor, offs: Tensor, padded_offs: Tensor) -> None:
+    check_offs(offs, x)
+    check_offs(padded_offs, x, "padded_offs")
+    if padded_offs.shape != offs.shape:
+        raise ValueError(
+            f"padded_offs must be padded_offs(offs) of titan_fp8moe.float8, got shape {tuple(padded_offs.shape)} for "
+            f"offs of shape {tuple(offs.shape)}"
+        )
+
+
 def check_multiple_of_16(**sizes: int) -> None:
     for name, size in sizes.items():
         if size % ALIGNMENT != 0 or size == 0:
@@ -97,6 +107,12 @@ def empty_column_major(x: Tensor, m: int, k: int) -> Tensor:
 
 def empty_scale(x: Tensor, *shape: int) -> Tensor:
     return x.new_empty(shape, dtype=torch.float32)
+
+
+def empty_padded(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """``(P, K)`` e4m3 column-major for the rows of ``x (M, K)``, padded per group, and its scales ``(E, K)``."""
+    m, k = x.shape
+    return empty_fp8(x, k, padded_tokens(m, num_groups)).t(), empty_scale(x, num_groups, k)
 
 
 def zero_amax(x: Tensor, *shape: int) -> Tensor:

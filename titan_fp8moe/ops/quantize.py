@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from titan_fp8moe import reference
-from titan_fp8moe.float8 import ALIGNMENT, padded_tokens
+from titan_fp8moe.float8 import ALIGNMENT
 from titan_fp8moe.kernels import quantize_per_group as kernels
 from titan_fp8moe.kernels import quantize_rowwise as rowwise_kernels
 from titan_fp8moe.ops.checks import (
@@ -13,9 +13,11 @@ from titan_fp8moe.ops.checks import (
     check_input,
     check_multiple_of_16,
     check_offs,
+    check_padded,
     check_scale,
     empty_column_major,
     empty_fp8,
+    empty_padded,
     empty_scale,
     is_hopper,
     on_device,
@@ -68,7 +70,7 @@ def _quantize_colwise_per_group(
 def _empty_colwise_per_group(x: Tensor, offs: Tensor, padded_offs: Tensor | None) -> tuple[Tensor, Tensor]:
     (m, k), num_groups = x.shape, offs.shape[0]
     if padded_offs is not None:
-        return _empty_padded(x, num_groups)
+        return empty_padded(x, num_groups)
     return empty_column_major(x, m, k), empty_scale(x, num_groups, k)
 
 
@@ -77,7 +79,7 @@ def _check_colwise_per_group(x: Tensor, offs: Tensor, padded_offs: Tensor | None
     if padded_offs is None:
         check_offs(offs, x)
     else:
-        _check_padded(x, offs, padded_offs)
+        check_padded(x, offs, padded_offs)
 
 
 @Operator
@@ -158,13 +160,13 @@ def quantize_rowwise_and_colwise_per_group(
         q and scale of `quantize_rowwise`, then q ``(P, K)`` column-major, P of `titan_fp8moe.float8.padded_tokens`,
         zeros between the groups, and scale ``(E, K)``: operands of `scaled_grouped_mm` with ``padded_offs``.
     """
-    _check_padded(x, offs, padded_offs)
+    check_padded(x, offs, padded_offs)
     check_activation("x", x)
     if x.numel() == 0 or offs.numel() == 0 or not is_hopper(x.device):
         return reference.quantize_rowwise_and_colwise_per_group(x, offs, padded_offs, round_scales_to_power_of_2)
     (m, k), num_groups = x.shape, offs.shape[0]
     q, scale = empty_fp8(x, m, k), empty_scale(x, m)
-    q_col, scale_col = _empty_padded(x, num_groups)
+    q_col, scale_col = empty_padded(x, num_groups)
     amax = zero_amax(x, num_groups, k)
     offs, padded_offs = offs.contiguous(), padded_offs.contiguous()
     with on_device(x):
@@ -174,36 +176,21 @@ def quantize_rowwise_and_colwise_per_group(
     return q, scale, q_col, scale_col
 
 
-def _check_padded(x: Tensor, offs: Tensor, padded_offs: Tensor) -> None:
-    check_offs(offs, x)
-    check_offs(padded_offs, x, "padded_offs")
-    if padded_offs.shape != offs.shape:
-        raise ValueError(
-            f"padded_offs must be padded_offs(offs) of titan_fp8moe.float8, got shape {tuple(padded_offs.shape)} for "
-            f"offs of shape {tuple(offs.shape)}"
-        )
-
-
-def _empty_padded(x: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
-    m, k = x.shape
-    return empty_fp8(x, k, padded_tokens(m, num_groups)).t(), empty_scale(x, num_groups, k)
-
-
 @quantize_rowwise_and_colwise_per_group.register_fake
 def _(
     x: Tensor, offs: Tensor, padded_offs: Tensor, round_scales_to_power_of_2: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_padded(x, offs, padded_offs)
+    check_padded(x, offs, padded_offs)
     check_activation("x", x)
     m, k = x.shape
     num_groups = offs.shape[0]
-    return empty_fp8(x, m, k), empty_scale(x, m), *_empty_padded(x, num_groups)
+    return empty_fp8(x, m, k), empty_scale(x, m), *empty_padded(x, num_groups)
 
 
 def _check_requantize(q: Tensor, scale: Tensor, offs: Tensor, padded_offs: Tensor) -> None:
     check_fp8("q", q, 2)
     check_multiple_of_16(K=q.shape[1])
-    _check_padded(q, offs, padded_offs)
+    check_padded(q, offs, padded_offs)
     check_scale("scale", scale, (q.shape[0],), q)
 
 
@@ -231,7 +218,7 @@ def requantize_colwise_per_group(
     if q.stride(1) != 1 or q.stride(0) % ALIGNMENT or q.data_ptr() % ALIGNMENT:
         q = q.clone(memory_format=torch.contiguous_format)
     k, num_groups = q.shape[1], offs.shape[0]
-    q_col, scale_col = _empty_padded(q, num_groups)
+    q_col, scale_col = empty_padded(q, num_groups)
     amax = zero_amax(q, num_groups, k)
     offs, padded_offs = offs.contiguous(), padded_offs.contiguous()
     with on_device(q):
@@ -247,4 +234,4 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     _check_requantize(q, scale, offs, padded_offs)
     num_groups = offs.shape[0]
-    return _empty_padded(q, num_groups)
+    return empty_padded(q, num_groups)

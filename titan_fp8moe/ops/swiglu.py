@@ -4,7 +4,17 @@ from torch import Tensor
 
 from titan_fp8moe import reference
 from titan_fp8moe.kernels import swiglu as kernels
-from titan_fp8moe.ops.checks import check_input, check_multiple_of_16, empty_fp8, empty_scale, is_hopper, on_device
+from titan_fp8moe.ops.checks import (
+    check_input,
+    check_multiple_of_16,
+    check_padded,
+    empty_fp8,
+    empty_padded,
+    empty_scale,
+    is_hopper,
+    on_device,
+    zero_amax,
+)
 from titan_fp8moe.ops.library import Operator
 
 # In high precision it stays torch code, which a compiler fuses with what follows.
@@ -60,6 +70,12 @@ def _check_swiglu_backward(grad_h: Tensor, gate_up: Tensor) -> None:
         )
 
 
+def _empty_swiglu_backward(gate_up: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, h = gate_up.shape[0], gate_up.shape[1] // 2
+    d = empty_fp8(gate_up, m, 2 * h), empty_scale(gate_up, m)
+    return *d, empty_fp8(gate_up, m, h), empty_scale(gate_up, m)
+
+
 @Operator
 def swiglu_backward_quantize_rowwise(
     grad_h: Tensor, gate_up: Tensor, round_scales_to_power_of_2: bool = True
@@ -79,12 +95,10 @@ def swiglu_backward_quantize_rowwise(
     _check_swiglu_backward(grad_h, gate_up)
     if gate_up.numel() == 0 or not is_hopper(gate_up.device):
         return reference.swiglu_backward_quantize_rowwise(grad_h, gate_up, round_scales_to_power_of_2)
-    m, h = grad_h.shape
-    q, scale = empty_fp8(gate_up, m, 2 * h), empty_scale(gate_up, m)
-    q_h, scale_h = empty_fp8(gate_up, m, h), empty_scale(gate_up, m)
+    outputs = _empty_swiglu_backward(gate_up)
     with on_device(gate_up):
-        kernels.swiglu_backward_quantize_rowwise(grad_h, gate_up, q, scale, q_h, scale_h, round_scales_to_power_of_2)
-    return q, scale, q_h, scale_h
+        kernels.swiglu_backward_quantize_rowwise(grad_h, gate_up, *outputs, round_scales_to_power_of_2)
+    return outputs
 
 
 @swiglu_backward_quantize_rowwise.register_fake
@@ -92,10 +106,59 @@ def _(
     grad_h: Tensor, gate_up: Tensor, round_scales_to_power_of_2: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check_swiglu_backward(grad_h, gate_up)
-    m, h = grad_h.shape
-    return (
-        empty_fp8(gate_up, m, 2 * h),
-        empty_scale(gate_up, m),
-        empty_fp8(gate_up, m, h),
-        empty_scale(gate_up, m),
-    )
+    return _empty_swiglu_backward(gate_up)
+
+
+@Operator
+def swiglu_backward_quantize(
+    grad_h: Tensor, gate_up: Tensor, offs: Tensor, padded_offs: Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradient of SwiGLU both ways, rowwise for dgrad and colwise per group for wgrad, and h for the wgrad of w2.
+
+    With power-of-two scales the colwise forms are what `quantize_rowwise_and_colwise_per_group` makes of the values in
+    float32, which are not rounded in between; otherwise rowwise forms are moved by `requantize_colwise_per_group`.
+
+    Args:
+        grad_h, gate_up: as in `swiglu_backward_quantize_rowwise`.
+        offs, padded_offs: as in `quantize_rowwise_and_colwise_per_group`.
+        round_scales_to_power_of_2: see `scale_from_amax`.
+
+    Returns:
+        q ``(M, 2H)`` of ``[d_gate | d_up]`` and its scale ``(M,)``; the same as ``(P, 2H)`` column-major with scale
+        ``(E, 2H)``; h as ``(P, H)`` column-major with scale ``(E, H)``.
+    """
+    _check_swiglu_backward(grad_h, gate_up)
+    check_padded(gate_up, offs, padded_offs)
+    if gate_up.numel() == 0 or offs.numel() == 0 or not is_hopper(gate_up.device):
+        return reference.swiglu_backward_quantize(grad_h, gate_up, offs, padded_offs, round_scales_to_power_of_2)
+    num_groups, num_cols = offs.shape[0], grad_h.shape[1]
+    d_q, d_scale, h_q, h_scale = _empty_swiglu_backward(gate_up)
+    columns = *empty_padded(gate_up, num_groups), *empty_padded(grad_h, num_groups)
+    amax = zero_amax(gate_up, num_groups, 2 * num_cols), zero_amax(gate_up, num_groups, num_cols)
+    offs, padded_offs = offs.contiguous(), padded_offs.contiguous()
+    with on_device(gate_up):
+        kernels.swiglu_backward_quantize(
+            grad_h,
+            gate_up,
+            offs,
+            padded_offs,
+            d_q,
+            d_scale,
+            h_q,
+            h_scale,
+            *columns,
+            *amax,
+            round_scales_to_power_of_2,
+        )
+    return d_q, d_scale, *columns
+
+
+@swiglu_backward_quantize.register_fake
+def _(
+    grad_h: Tensor, gate_up: Tensor, offs: Tensor, padded_offs: Tensor, round_scales_to_power_of_2: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _check_swiglu_backward(grad_h, gate_up)
+    check_padded(gate_up, offs, padded_offs)
+    d_q, d_scale, _, _ = _empty_swiglu_backward(gate_up)
+    num_groups = offs.shape[0]
+    return d_q, d_scale, *empty_padded(gate_up, num_groups), *empty_padded(grad_h, num_groups)
