@@ -104,7 +104,7 @@ def kernel_floors_ms(shape: str, tokens: int, ceilings: dict) -> dict[str, float
         "_rowwise_kernel": 3 * x,
         "_rowwise_and_colwise_amax_kernel": 3 * (weights + x),
         "_rescale_kernel": 2 * (weights + 2 * x + 3 * h),
-        "_colwise_amax_kernel": x + 3 * h,
+        "_colwise_amax_kernel": x,
         "_swiglu_kernel": (4 + 1) * h,
         "_swiglu_backward_kernel": (2 + 4 + 2 + 1) * h,
     }
