@@ -60,9 +60,14 @@ def sanitize(monkeypatch):
     return sanitize
 
 
-def test_every_operator_is_called(sanitize, capsys, device):
-    sanitize.run_ops(device)
+@pytest.mark.parametrize("which", ["all", "own"])
+def test_every_operator_is_called(sanitize, which, capsys, monkeypatch, device):
+    called = []
+    wgrad = sanitize.ops.grouped_mm_wgrad.overload
+    monkeypatch.setattr(sanitize.ops.grouped_mm_wgrad, "overload", lambda *args: called.append(args) or wgrad(*args))
+    sanitize.run_ops(device, which)
     assert capsys.readouterr().out == "every operator ran\n"
+    assert bool(called) == (which == "all")
 
 
 def test_an_operator_that_is_not_called_is_an_error(sanitize, monkeypatch):

@@ -238,7 +238,7 @@ MAX_ROW = 16384
 """Columns that one program keeps in registers; longer rows are read twice."""
 
 
-_LATER_ROWS_BYTES = 160 * 1024
+_LATER_ROWS_BYTES = 128 * 1024
 
 # A multiply and an add contracted into one would round once where the reference rounds twice.
 _OPTIONS = {"enable_fp_fusion": False}
@@ -274,7 +274,7 @@ def _launch_backward(num_cols, itemsize):
     """BLOCK_H, PARTS, NUM_STAGES, programs, num_warps for rows of ``num_cols``, some 16 elements of them a thread.
 
     The rows are divided among the programs that the 132 SMs of an H100 or H200 hold at a time, of 16 warps each in all.
-    Of later rows as many are requested early as shared memory holds, at most three.
+    Two later rows are requested early where shared memory holds them.
     """
     if num_cols > MAX_ROW:
         return 4096, 0, 1, 132, 16
@@ -284,7 +284,7 @@ def _launch_backward(num_cols, itemsize):
     warps = min(next_power_of_2(cdiv(block_h * parts, 512)), 32, max(block_h // 128, 1))
     programs_per_sm = max(16 // warps, 1)
     row_bytes = 3 * block_h * parts * itemsize * programs_per_sm
-    return block_h, parts, 1 + min(3, _LATER_ROWS_BYTES // row_bytes), 132 * programs_per_sm, warps
+    return block_h, parts, 3 if 2 * row_bytes <= _LATER_ROWS_BYTES else 1, 132 * programs_per_sm, warps
 
 
 def swiglu_quantize_rowwise(gate_up, q, scale, pow2):
