@@ -188,8 +188,9 @@ def main() -> int:
     for tool in args.tools:
         path, start = args.out / f"{tool}.log", time.monotonic()
         tool_command = [sanitizer, "--tool", tool, "--target-processes", "application-only", "--print-limit", "1000"]
+        tool_command += [*command, TOOLS[tool]]
         with open(path, "w") as log:
-            subprocess.run([*tool_command, *command, TOOLS[tool]], env=environment, stdout=log, stderr=subprocess.STDOUT)
+            subprocess.run(tool_command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         text, dispatches = drop_warp_dispatch(path.read_text())
         count, kernels = complaints(text)
         if count is not None:
