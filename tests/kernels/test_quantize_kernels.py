@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from titan_fp8moe import reference
-from titan_fp8moe.float8 import FP8_DTYPE, padded_offs, padded_tokens, round_up
+from titan_fp8moe.float8 import FP8_DTYPE, padded_offs, padded_tokens, round_up, scale_from_amax
 
 GUARD = 64
 PATTERN = 0xA5
@@ -82,6 +82,14 @@ def data(size, dtype, device, kind="normal", seed=0):
         x[..., 9::31, 9] = torch.nan
         x[..., 10::31, 11] = -torch.nan
     return x.to(dtype)
+
+
+def around_the_rounding_of_scales(device):
+    """(3, 16) float32 whose columns have an amax just below, at or just above 1.75 * 2**k, or zero."""
+    amax = 1.75 * torch.exp2(torch.tensor([-60.0, -8.0, 0.0, 5.0, 90.0]))
+    zero, infinity = torch.zeros(()), torch.tensor(torch.inf)
+    amax = torch.cat((amax.nextafter(zero), amax, amax.nextafter(infinity), zero[None]))
+    return torch.stack((amax / 4, -amax, amax / 2)).to(device)
 
 
 def group_ends(sizes, device):
@@ -249,6 +257,16 @@ def test_activations(m, k, kind, dtype, pow2):
 @pytest.mark.gpu
 @CUDA
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scales_round_up_where_they_should(dtype):
+    kernels = Kernels("cuda")
+    x = around_the_rounding_of_scales("cuda").to(dtype)
+    for rows in (x, x.t().contiguous().repeat(1, 16)):
+        check_activations(kernels, rows, group_ends([rows.shape[0]], "cuda"), True)
+
+
+@pytest.mark.gpu
+@CUDA
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_strides(dtype):
     kernels = Kernels("cuda")
     offs = groups(333, "ragged", "cuda")
@@ -371,8 +389,28 @@ def test_interpreted():
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
 
 
+def check_interpreted_amax(kernels, x, offs):
+    """Rows, and what becomes the scales of columns; the move to them is written in assembly."""
+    kernels.outputs = []
+    q, scale = kernels.row_outputs(x)
+    amax = kernels.new((offs.shape[0], x.shape[1]), torch.int32).zero_()
+    kernels.rowwise.launch_rowwise_and_colwise_amax(
+        x, offs, q, scale, amax, (1, *x.shape), (0, *x.stride()), (0, q.stride(0)), 0, True
+    )
+    kernels.check_guards()
+    want = reference.quantize_colwise_per_group(x, offs)[1]
+    for got, expected in zip((q, scale), reference.quantize_rowwise(x), strict=True):
+        assert_same(got, expected, "rows")
+    assert_same(scale_from_amax(amax.view(torch.float32)), want, "scales of columns")
+
+
 def _check_interpreted():
     kernels = Kernels("cpu", torch.float32)
+    rows = around_the_rounding_of_scales("cpu")
+    check_interpreted_amax(kernels, rows, group_ends([2, 1], "cpu"))
+    check_interpreted_amax(kernels, rows.t().contiguous().repeat(1, 16), group_ends([10], "cpu"))
+    for kind in ("normal", "range", "nonfinite"):
+        check_interpreted_amax(kernels, data((70, 1104), torch.float32, "cpu", kind), groups(70, "ragged", "cpu"))
     for m, k, split, kind, pow2 in (
         (1, 48, "one", "normal", True),
         (150, 80, "ragged", "normal", True),

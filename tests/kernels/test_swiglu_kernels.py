@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 import triton
-from test_quantize_kernels import CUDA, Guarded, assert_same, data, group_ends, groups
+from test_quantize_kernels import CUDA, Guarded, around_the_rounding_of_scales, assert_same, data, group_ends, groups
 
 from titan_fp8moe import reference
 from titan_fp8moe.float8 import FP8_DTYPE, padded_offs, padded_tokens, scale_from_amax
@@ -120,23 +120,16 @@ def test_swiglu(m, h, dtype, pow2):
             check_both_ways(grad_h, gate_up, groups(m, layout, "cuda"), pow2)
 
 
-def around_the_rounding_of_scales(device):
-    """grad_h and [gate | up] whose d_up and h have columns with an amax just below, at and above 1.75 * 2**k.
-
-    The sigmoid of 64 is one: what is computed is exact.
-    """
-    amax = 1.75 * torch.exp2(torch.tensor([-60.0, -8.0, 0.0, 5.0, 90.0]))
-    amax = torch.cat(
-        (amax.nextafter(torch.tensor(0.0)), amax, amax.nextafter(torch.tensor(torch.inf)), torch.tensor([0.0]))
-    )
-    values = torch.stack((amax / 4, -amax, amax / 2)).to(device)
+def exact_around_the_rounding_of_scales(device):
+    """grad_h and [gate | up] whose d_up and h are exact: the sigmoid of 64 is one."""
+    values = around_the_rounding_of_scales(device)
     return values, torch.cat((torch.full_like(values, 64.0), values), 1)
 
 
 @pytest.mark.gpu
 @CUDA
 def test_scales_of_columns_round_up_where_they_should():
-    check_both_ways(*around_the_rounding_of_scales("cuda"), group_ends([3], "cuda"), True)
+    check_both_ways(*exact_around_the_rounding_of_scales("cuda"), group_ends([3], "cuda"), True)
 
 
 @pytest.mark.gpu
@@ -258,7 +251,7 @@ def _check_interpreted():
                 check_interpreted_amax(
                     grad_h, gate_up, groups(m, layout, "cpu"), (torch.cat((d_gate, d_up), 1), want_h)
                 )
-    values = around_the_rounding_of_scales("cpu")
+    values = exact_around_the_rounding_of_scales("cpu")
     d_gate, d_up, want_h = reference.swiglu_backward(*values)
     amax, amax_h = check_interpreted_amax(*values, group_ends([3], "cpu"), (torch.cat((d_gate, d_up), 1), want_h))
     for got, want in ((amax[:, 16:], d_up), (amax_h, want_h)):

@@ -116,9 +116,9 @@ def _rowwise_and_colwise_amax_kernel(
     stop = tl.minimum(start + rows_per_program, num_rows)
     while start < stop:
         group, end = segment_of_row(offs_ptr, start, stop, num_groups, BLOCK_E)
-        head_amax = narrow_magnitude_bits(tl.zeros((HEAD,), x_dtype))
+        head_amax = narrow_magnitude_bits(tl.zeros((HEAD,), x_dtype), POW2)
         if TAIL > 0:
-            tail_amax = narrow_magnitude_bits(tl.zeros((TAIL,), x_dtype))
+            tail_amax = narrow_magnitude_bits(tl.zeros((TAIL,), x_dtype), POW2)
         first_x = x_ptr + start.to(tl.int64) * stride_xm
         first_q = q_ptr + start.to(tl.int64) * stride_qm
         for i in tl.range(0, end - start, num_stages=NUM_STAGES):
@@ -127,24 +127,24 @@ def _rowwise_and_colwise_amax_kernel(
             head = _load_row_part(x_row, num_cols, 0, HEAD)
             if TAIL > 0:
                 tail = _load_row_part(x_row, num_cols, HEAD, TAIL)
-            bits = narrow_magnitude_bits(head)
+            bits = narrow_magnitude_bits(head, POW2)
             head_amax = tl.maximum(head_amax, bits)
             amax = tl.max(bits, 0)
             if TAIL > 0:
-                bits = narrow_magnitude_bits(tail)
+                bits = narrow_magnitude_bits(tail, POW2)
                 tail_amax = tl.maximum(tail_amax, bits)
                 amax = tl.maximum(amax, tl.max(bits, 0))
-            scale = scale_from_amax_bits(widen_magnitude_bits(amax, x_dtype), POW2)
+            scale = scale_from_amax_bits(widen_magnitude_bits(amax, x_dtype, POW2), POW2)
             _store_row_part(q_row, head, scale, num_cols, 0, HEAD, POW2)
             if TAIL > 0:
                 _store_row_part(q_row, tail, scale, num_cols, HEAD, TAIL, POW2)
             tl.store(scale_ptr + start + i, scale)
         if group < num_groups:
             group_amax = amax_ptr + (batch + group) * num_cols
-            bits = widen_magnitude_bits(head_amax, x_dtype)
+            bits = widen_magnitude_bits(head_amax, x_dtype, POW2)
             _update_amax_part(group_amax, bits, num_cols, 0, HEAD)
             if TAIL > 0:
-                tail_bits = widen_magnitude_bits(tail_amax, x_dtype)
+                tail_bits = widen_magnitude_bits(tail_amax, x_dtype, POW2)
                 _update_amax_part(group_amax, tail_bits, num_cols, HEAD, TAIL)
         start = end
 
@@ -164,8 +164,8 @@ def _launch_rowwise(num_cols, contiguous):
     return block_m, block_k, True, min(max(block_m * block_k // 1024, 4), 8)
 
 
-def _launch_rowwise_and_colwise_amax(num_cols):
-    """HEAD, TAIL, NUM_STAGES, programs, num_warps for rows of ``num_cols``, at most MAX_ROW.
+def _launch_rowwise_and_colwise_amax(num_cols, itemsize):
+    """HEAD, TAIL, NUM_STAGES, programs, num_warps for rows of ``num_cols``, at most MAX_ROW, of ``itemsize`` bytes.
 
     The rows are divided among the programs that the 132 SMs of an H100 or H200 hold at a time: fewer leave the memory
     idle, and each program more costs an atomic a column.
@@ -175,7 +175,7 @@ def _launch_rowwise_and_colwise_amax(num_cols):
         rest = next_power_of_2(num_cols - head // 2)
         if rest < head // 2:
             head, tail = head // 2, rest
-    return head, tail, 3, 132 * (3 if num_cols > 2048 else 6), 4 if num_cols <= 8192 else 8
+    return head, tail, 3, 132 * (3 if num_cols > 2048 else 6), 4 if num_cols * itemsize <= 16384 else 8
 
 
 def launch_rowwise(x, q, scale, sizes, x_strides, q_strides, stride_sb, pow2):
@@ -205,7 +205,7 @@ def launch_rowwise_and_colwise_amax(x, offs, q, scale, amax, sizes, x_strides, q
     ``x`` has contiguous rows of at most MAX_ROW. With ``offs`` None, each of the B is a group.
     """
     num_batches, num_rows, num_cols = sizes
-    head, tail, num_stages, programs, num_warps = _launch_rowwise_and_colwise_amax(num_cols)
+    head, tail, num_stages, programs, num_warps = _launch_rowwise_and_colwise_amax(num_cols, x.itemsize)
     rows_per_program = max(cdiv(num_rows * num_batches, programs), 1)
     num_groups = 1 if offs is None else offs.shape[0]
     _rowwise_and_colwise_amax_kernel[(cdiv(num_rows, rows_per_program), num_batches)](

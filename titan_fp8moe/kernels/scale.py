@@ -14,22 +14,29 @@ def magnitude_bits(x):
 
 
 @triton.jit
-def narrow_magnitude_bits(x):
-    """`magnitude_bits` in no more bits than x has: bf16 is the upper half of a float32.
+def narrow_magnitude_bits(x, POW2: tl.constexpr):
+    """`magnitude_bits` in 16 bits where those decide the scale, to accumulate in half the registers.
 
-    To accumulate in half the registers; `widen_magnitude_bits` gives the bits of float32.
+    All of bf16's are the upper half of a float32's. Of float32 they are enough for scales that are powers of two, which
+    go up above 1.75 times another: multiplied by the largest number below one, what was above is 1.75 or more and
+    nothing else is, and the lower half no longer matters. `widen_magnitude_bits` gives the bits of a float32.
     """
     if x.dtype == tl.bfloat16:
         return x.to(tl.int16, bitcast=True) & 0x7FFF
+    elif POW2:
+        return (magnitude_bits(x * 0.9999999403953552) >> 16).to(tl.int16)
     else:
         return magnitude_bits(x)
 
 
 @triton.jit
-def widen_magnitude_bits(bits, DTYPE: tl.constexpr):
-    """`magnitude_bits` from the `narrow_magnitude_bits` of a tensor of DTYPE."""
+def widen_magnitude_bits(bits, DTYPE: tl.constexpr, POW2: tl.constexpr):
+    """`magnitude_bits`, or others of the same scale, from the `narrow_magnitude_bits` of a tensor of DTYPE."""
     if DTYPE == tl.bfloat16:
         return bits.to(tl.int32) << 16
+    elif POW2:
+        # Just above what the lower half was cut from: 1.75 is above 1.75 again.
+        return (bits.to(tl.int32) << 16) | 1
     else:
         return bits
 

@@ -7,7 +7,15 @@ from triton.language.extra import libdevice
 from titan_fp8moe.kernels.launch import cdiv, next_power_of_2
 from titan_fp8moe.kernels.quantize_per_group import requantize_colwise_per_group
 from titan_fp8moe.kernels.rescale import rescale_colwise_per_group
-from titan_fp8moe.kernels.scale import magnitude_bits, quantize, scale_from_amax_bits, segment_of_row, update_amax
+from titan_fp8moe.kernels.scale import (
+    magnitude_bits,
+    narrow_magnitude_bits,
+    quantize,
+    scale_from_amax_bits,
+    segment_of_row,
+    update_amax,
+    widen_magnitude_bits,
+)
 
 
 @triton.jit
@@ -110,27 +118,30 @@ def _load_swiglu_backward(grad_row, gate_row, up_row, col, in_cols):
 
 
 @triton.jit
-def _narrow_magnitude(x):
-    """|x| in the 16 bits that decide a scale that is a power of two, to accumulate in half the registers.
-
-    The scale goes up above 1.75 times a power of two. Multiplied by the largest float32 below one, whatever was above
-    is 1.75 or more and nothing else is, and the lower half of the bits no longer matters.
-    """
-    return (magnitude_bits(x * 0.9999999403953552) >> 16).to(tl.int16)
-
-
-@triton.jit
-def _update_amax(amax_ptrs, narrow, in_cols):
-    # Just above what the lower half was cut from: 1.75 is above 1.75 again.
-    update_amax(amax_ptrs, (narrow.to(tl.int32) << 16) | 1, in_cols)
+def _narrow_bits(result):
+    return (
+        narrow_magnitude_bits(result[0], True),
+        narrow_magnitude_bits(result[1], True),
+        narrow_magnitude_bits(result[2], True),
+    )
 
 
 @triton.jit
-def _update_three_amax(amax_ptr, amax_h_ptr, narrow, col, num_cols):
+def _maxima(x, y):
+    return tl.maximum(x[0], y[0]), tl.maximum(x[1], y[1]), tl.maximum(x[2], y[2])
+
+
+@triton.jit
+def _update_amax(amax_ptrs, narrow_bits, in_cols):
+    update_amax(amax_ptrs, widen_magnitude_bits(narrow_bits, tl.float32, True), in_cols)
+
+
+@triton.jit
+def _update_three_amax(amax_ptr, amax_h_ptr, narrow_bits, col, num_cols):
     in_cols = col < num_cols
-    _update_amax(amax_ptr + col, narrow[0], in_cols)
-    _update_amax(amax_ptr + num_cols + col, narrow[1], in_cols)
-    _update_amax(amax_h_ptr + col, narrow[2], in_cols)
+    _update_amax(amax_ptr + col, narrow_bits[0], in_cols)
+    _update_amax(amax_ptr + num_cols + col, narrow_bits[1], in_cols)
+    _update_amax(amax_h_ptr + col, narrow_bits[2], in_cols)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_groups", "rows_per_program"])
@@ -194,9 +205,7 @@ def _swiglu_backward_kernel(
                     amax = tl.maximum(amax, tl.maximum(magnitude_bits(result[0]), magnitude_bits(result[1])))
                     amax_h = tl.maximum(amax_h, magnitude_bits(result[2]))
                     if offs_ptr is not None:
-                        gate_amax = tl.maximum(col_amax[part][0], _narrow_magnitude(result[0]))
-                        up_amax = tl.maximum(col_amax[part][1], _narrow_magnitude(result[1]))
-                        new_amax += ((gate_amax, up_amax, tl.maximum(col_amax[part][2], _narrow_magnitude(result[2]))),)
+                        new_amax += (_maxima(col_amax[part], _narrow_bits(result)),)
                 col_amax = new_amax
                 scale = scale_from_amax_bits(tl.max(amax, 0), POW2)
                 scale_h = scale_from_amax_bits(tl.max(amax_h, 0), POW2)
@@ -214,8 +223,8 @@ def _swiglu_backward_kernel(
                     amax_h = tl.maximum(amax_h, magnitude_bits(h))
                     if offs_ptr is not None:
                         if in_group:
-                            narrow = (_narrow_magnitude(grad_gate), _narrow_magnitude(grad_up), _narrow_magnitude(h))
-                            _update_three_amax(group_amax, group_amax_h, narrow, col, num_cols)
+                            narrow_bits = _narrow_bits((grad_gate, grad_up, h))
+                            _update_three_amax(group_amax, group_amax_h, narrow_bits, col, num_cols)
                 scale = scale_from_amax_bits(tl.max(amax, 0), POW2)
                 scale_h = scale_from_amax_bits(tl.max(amax_h, 0), POW2)
                 for first in range(0, num_cols, BLOCK_H):
