@@ -183,6 +183,28 @@ def test_excluding_nothing_is_a_warning(caplog):
     assert 'fp8moe.exclude_fqns: "layers.0" matches no experts module' in warnings
 
 
+@pytest.mark.parametrize(
+    ("flags", "tokens"),
+    [
+        (["--training.local_batch_size=1", "--training.seq_len=2552"], 319),
+        (["--training.local_batch_size=1", "--training.seq_len=2560"], None),
+        (["--training.local_batch_size=1", "--training.seq_len=1280", "--parallelism.expert_parallel_degree=2"], None),
+        (["--training.local_batch_size=2", "--training.seq_len=512", "--parallelism.expert_parallel_degree=2"], 256),
+    ],
+)
+def test_few_tokens_an_expert_are_a_warning(flags, tokens, caplog):
+    convert_with_torchtitan(build_model(), job_config_of(*flags))
+    warnings = [record.getMessage() for record in caplog.records if "tokens at a time" in record.getMessage()]
+    assert len(warnings) == (tokens is not None)
+    assert all(f"each expert gets about {tokens} tokens" in warning for warning in warnings)
+
+
+def test_no_warning_of_few_tokens_where_weights_are_cached(caplog):
+    flags = ["--training.local_batch_size=1", "--training.seq_len=64", "--fp8moe.cache_weights=always"]
+    convert_with_torchtitan(build_model(), job_config_of(*flags))
+    assert "tokens at a time" not in caplog.text
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -499,7 +521,7 @@ def test_quantized_weights_are_kept_where_that_is_worth_its_memory(monkeypatch, 
     parallel_dims = ParallelDims(**degrees, world_size=world_size)
     job_config = job_config_of(f"--parallelism.fsdp_reshard_after_forward={policy}")
     received = {}
-    monkeypatch.setattr(converter, "convert_experts", lambda model, config, **kwargs: received.update(kwargs))
+    monkeypatch.setattr(converter, "convert_experts", lambda model, config, **kwargs: received.update(kwargs) or [])
     model_converter.build_model_converters(job_config, parallel_dims).convert(build_model())
     assert received["keep_quantized_weights"] is survive
 

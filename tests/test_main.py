@@ -217,7 +217,8 @@ def test_check_as_a_command():
         "  layers.5.moe.experts  experts 8, dim 256, hidden_dim 512",
     ]
     assert lines[4].startswith("recipe rowwise, alignment 1, compiled with inductor, ")
-    assert lines[5:] == ["OK"]
+    assert lines[5].startswith("note: fp8moe: each expert gets about 64 tokens at a time")
+    assert lines[6:] == ["OK"]
 
 
 def test_check_passes_flags_on(check, no_gpu):
@@ -315,6 +316,14 @@ def test_check_says_where_more_processes_are_refused(check, shards):
     status, out = check(DEBUG_TOML, *flags)
     assert status == 0
     assert ("note: with more than one process the run is refused" in out) == (shards == "-1")
+
+
+@pytest.mark.parametrize(("batch", "few"), [(2, True), (3, False)])
+def test_check_says_where_bf16_is_faster(check, batch, few):
+    # 8 of 64 experts a token, so 256 or 384 tokens an expert.
+    flags = ["--model.name=qwen3", "--model.flavor=debugmodel_moe", f"--training.local_batch_size={batch}"]
+    status, out = check(WITH_CONFIG_MODULE, *flags, "--training.seq_len=1024")
+    assert status == 0 and ("note: fp8moe: each expert gets about" in out) == few
 
 
 def test_check_names_the_converters_that_exist(check):

@@ -271,6 +271,8 @@ def check(toml: str, flags: list[str]) -> int:
         f"recipe {config.recipe}, alignment {config.token_group_alignment}, "
         f"{f'compiled with {compile_backend}' if compile_backend else 'not compiled'}, {backend}"
     )
+    if (warning := converter.few_tokens_warning(model, selected, job_config)) is not None:
+        print(f"note: {warning}")
     if config.cache_weights == "always" and p.data_parallel_shard_degree == -1:
         print('note: with more than one process the run is refused, because FSDP is on and cache_weights is "always"')
     print("OK")
