@@ -68,6 +68,7 @@ def run_ops(device: torch.device, which: str = "all") -> None:
         if which == "all" or op.__name__ not in TORCH_KERNELS:
             return op(*args, **options)
 
+    padded = call(ops.padded_offs, offs)
     for dtype in (torch.bfloat16, torch.float32):
         x, grad = normal(rows, DIM, dtype=dtype), normal(rows, HIDDEN_DIM, dtype=dtype)
         gate_up = normal(rows, 2 * HIDDEN_DIM, dtype=dtype)
@@ -75,9 +76,9 @@ def run_ops(device: torch.device, which: str = "all") -> None:
         for pow2 in (True, False):
             a, scale_a = call(ops.quantize_rowwise, x, pow2)
             call(ops.quantize_rowwise, x.t()[:, :96], pow2)
-            call(ops.requantize_colwise_per_group, a, scale_a, offs, ops.padded_offs(offs), pow2)
-            call(ops.quantize_rowwise_and_colwise_per_group, x, offs, ops.padded_offs(offs), pow2)
-            call(ops.quantize_colwise_per_group, x, offs, pow2, ops.padded_offs(offs))
+            call(ops.requantize_colwise_per_group, a, scale_a, offs, padded, pow2)
+            call(ops.quantize_rowwise_and_colwise_per_group, x, offs, padded, pow2)
+            call(ops.quantize_colwise_per_group, x, offs, pow2, padded)
             b_col, scale_b_col = call(ops.quantize_colwise_per_group, x, offs, pow2)
             a_col, scale_a_col = call(ops.quantize_rowwise_per_group, grad.t(), offs, pow2)
             for w_t in (w1_t, w1_t.contiguous()):
@@ -88,7 +89,7 @@ def run_ops(device: torch.device, which: str = "all") -> None:
                 call(op, w1_t, w3_t, pow2)
             call(ops.swiglu_quantize_rowwise, gate_up, pow2)
             call(ops.swiglu_backward_quantize_rowwise, grad, gate_up, pow2)
-            call(ops.swiglu_backward_quantize, grad, gate_up, offs, ops.padded_offs(offs), pow2)
+            call(ops.swiglu_backward_quantize, grad, gate_up, offs, padded, pow2)
         call(ops.swiglu_backward, grad, gate_up)
         for columns in LONG_ROWS:
             long = normal(40, 2 * columns, dtype=dtype)

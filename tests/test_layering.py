@@ -26,9 +26,19 @@ ALLOWED = {
     "weight_cache": set(),
     "modules": {"experts", "weight_cache"},
     "numerics_log": {"modules", "ops"},
-    "converter": {"modules", "experts", "weight_cache", "numerics_log", "job_config", "ops", "float8"},
+    "training_run": {"job_config"},
+    "converter": {
+        "modules",
+        "experts",
+        "weight_cache",
+        "numerics_log",
+        "training_run",
+        "job_config",
+        "ops",
+        "float8",
+    },
 }
-TORCHTITAN_USERS = {"modules", "numerics_log", "converter", "cpu", "__main__"}
+TORCHTITAN_USERS = {"modules", "numerics_log", "training_run", "converter", "cpu", "__main__"}
 KERNEL_LIBRARIES = {"triton"} | sys.stdlib_module_names
 MAX_LINES = {"ops.py": 600}
 

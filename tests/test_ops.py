@@ -84,6 +84,35 @@ def unpadded(q, sizes, num_rows):
     return out
 
 
+INT32 = torch.iinfo(torch.int32)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [],
+        [0],
+        [0, 0, 1, 128, 128, 257, 5000],
+        [64 * e for e in range(1, 130)],
+        [7, 3, 300],
+        [-5, 100, 5000],
+        [INT32.max, INT32.min, 7, INT32.max],
+    ],
+)
+def test_padded_offs(ends, device):
+    offs = torch.tensor(ends, dtype=torch.int32, device=device)
+    out = ops.padded_offs(offs)
+    assert out.dtype == torch.int32 and out.device == offs.device
+    expected, total = [], 0
+    for start, end in zip([0, *ends], ends, strict=False):
+        size = ((end - start + 2**31) % 2**32 - 2**31 + 127) // 128 * 128 if 0 < end - start < 2**31 else 0
+        total += size
+        expected.append((total + 2**31) % 2**32 - 2**31)
+    if all(0 <= e < 2**31 - 128 for e in ends):
+        assert out.tolist() == expected
+    assert torch.equal(out, padded_offs(offs))
+
+
 @DTYPES
 @POW2
 @SIZES
@@ -478,7 +507,9 @@ def test_offsets_of_any_stride(device):
     padded = padded_offs(offs)
     # Between them, what a kernel that ignores the stride would take for ends of groups.
     strided, strided_padded = (torch.stack((o, torch.full_like(o, 7)), 1)[:, 0] for o in (offs, padded))
-    assert not strided.is_contiguous() and torch.equal(padded_offs(strided), padded)
+    assert not strided.is_contiguous()
+    for pad in (padded_offs, ops.padded_offs):
+        assert torch.equal(pad(strided), padded) and torch.equal(pad(offs), padded)
     x = normal(sum(sizes), k, device=device)
     q, scale = ops.quantize_rowwise(x)
     b, scale_b = ops.quantize_weight_colwise(normal(len(sizes), k, 32, device=device))
@@ -607,6 +638,7 @@ def _op_calls(device):
     w_t = normal(3, 48, 64, device=device)
     q, scale = ops.quantize_rowwise(x)
     yield ops.quantize_rowwise, (x,)
+    yield ops.padded_offs, (offs,)
     yield ops.quantize_colwise_per_group, (x, offs)
     yield ops.quantize_rowwise_per_group, (x.t(), offs)
     yield ops.quantize_rowwise_and_colwise_per_group, (x, offs, padded_offs(offs))

@@ -11,7 +11,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.config import ConfigManager
 from torchtitan.protocols.train_spec import get_train_spec
 
-from titan_fp8moe import FP8MoE, __main__, converter
+from titan_fp8moe import FP8MoE, __main__, training_run
 
 try:
     import tomllib
@@ -91,7 +91,7 @@ def test_cluster_configs_show_every_key_with_its_default(name):
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "17b" in name])
 def test_cluster_configs_compile_and_name_their_limit(name):
     job_config = ConfigManager().parse_args(["--job.config_file", f"train_configs/{name}"])
-    assert converter.compile_backend_of(job_config) == "inductor"
+    assert training_run.compile_backend_of(job_config) == "inductor"
     assert job_config.activation_checkpoint.mode == "full"
     header = (ROOT / "train_configs" / name).read_text().split("\n\n")[0]
     assert "It has not been run by us" in header

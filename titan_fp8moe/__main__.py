@@ -28,7 +28,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import set_default_dtype
 
 import titan_fp8moe
-from titan_fp8moe import converter, environment, ops
+from titan_fp8moe import converter, environment, ops, training_run
 from titan_fp8moe.float8 import is_hopper
 
 MIN_SQNR_DB = 22.0
@@ -249,10 +249,12 @@ def check(toml: str, flags: list[str]) -> int:
             backend = f"backend {converter.select_backend(config)}"
         else:
             backend = "no GPU here: whether the target has FP8 grouped GEMMs was not checked"
-        selected = converter.select_experts(model, config, hidden_dim_shards=converter.hidden_dim_shards_of(job_config))
+        selected = converter.select_experts(
+            model, config, hidden_dim_shards=training_run.hidden_dim_shards_of(job_config)
+        )
         p = job_config.parallelism
         degrees = (p.data_parallel_shard_degree, p.context_parallel_degree, p.expert_parallel_degree)
-        converter.weights_change_unseen(config, job_config, sharded=max(degrees) > 1)
+        training_run.weights_change_unseen(config, job_config, sharded=max(degrees) > 1)
     except (Refusal, ValueError, TypeError, RuntimeError, ImportError) as error:
         print(f"REFUSED {toml}: {error}")
         return 1
@@ -261,7 +263,7 @@ def check(toml: str, flags: list[str]) -> int:
         return 1
 
     experts = converter.find_experts(model)
-    compile_backend = converter.compile_backend_of(job_config)
+    compile_backend = training_run.compile_backend_of(job_config)
     print(f"{job_config.model.name} {job_config.model.flavor}: {len(selected)}/{len(experts)} expert modules")
     for fqn, module in experts.items():
         num_experts, hidden_dim, dim = module.w1.shape
@@ -271,7 +273,7 @@ def check(toml: str, flags: list[str]) -> int:
         f"recipe {config.recipe}, alignment {config.token_group_alignment}, "
         f"{f'compiled with {compile_backend}' if compile_backend else 'not compiled'}, {backend}"
     )
-    if (warning := converter.few_tokens_warning(model, selected, job_config)) is not None:
+    if (warning := training_run.few_tokens_warning(model, selected, job_config)) is not None:
         print(f"note: {warning}")
     if config.cache_weights == "always" and p.data_parallel_shard_degree == -1:
         print('note: with more than one process the run is refused, because FSDP is on and cache_weights is "always"')

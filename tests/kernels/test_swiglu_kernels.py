@@ -39,19 +39,19 @@ def backward_outputs(m, h, q_dtype, device):
 
 
 def backward(grad_h, gate_up, pow2, q_dtype=FP8_DTYPE):
-    from titan_fp8moe.kernels import swiglu
+    from titan_fp8moe.kernels import swiglu_backward
 
     m, h = grad_h.shape
     device = gate_up.device
     outputs = backward_outputs(m, h, q_dtype, device)
-    swiglu.swiglu_backward_quantize_rowwise(grad_h, gate_up, *(output.t for output in outputs), pow2)
+    swiglu_backward.swiglu_backward_quantize_rowwise(grad_h, gate_up, *(output.t for output in outputs), pow2)
     for output in outputs:
         output.check()
     return tuple(output.t for output in outputs)
 
 
 def both_ways(grad_h, gate_up, offs, pow2):
-    from titan_fp8moe.kernels import swiglu
+    from titan_fp8moe.kernels import swiglu_backward
 
     (m, h), num_groups = grad_h.shape, offs.shape[0]
     device, p = gate_up.device, padded_tokens(m, num_groups)
@@ -63,7 +63,7 @@ def both_ways(grad_h, gate_up, offs, pow2):
         workspace.t.zero_()
     outputs = (*rows, *columns, *amax)
     padded = padded_offs(offs)
-    swiglu.swiglu_backward_quantize(grad_h, gate_up, offs, padded, *(output.t for output in outputs), pow2)
+    swiglu_backward.swiglu_backward_quantize(grad_h, gate_up, offs, padded, *(output.t for output in outputs), pow2)
     for output in outputs:
         output.check()
     return tuple(output.t for output in (*rows[:2], *columns))
@@ -193,10 +193,10 @@ def test_more_than_2_31_elements():
 @pytest.mark.gpu
 @CUDA
 def test_one_compiled_kernel_for_any_number_of_tokens():
-    from titan_fp8moe.kernels import swiglu
+    from titan_fp8moe.kernels import swiglu, swiglu_backward
 
     def count():
-        kernels = (swiglu._swiglu_kernel, swiglu._swiglu_backward_kernel)
+        kernels = (swiglu._swiglu_kernel, swiglu_backward._swiglu_backward_kernel)
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     for i, m in enumerate((256, 1, 16, 17, 333, 5000, 2)):
@@ -260,7 +260,7 @@ def _check_interpreted():
 
 def check_interpreted_amax(grad_h, gate_up, offs, exact):
     """What becomes the scales of columns; the move to them is written in assembly, which the interpreter has not."""
-    from titan_fp8moe.kernels import swiglu
+    from titan_fp8moe.kernels import swiglu_backward
 
     m, h = grad_h.shape
     outputs = backward_outputs(m, h, torch.float32, "cpu")
@@ -268,7 +268,7 @@ def check_interpreted_amax(grad_h, gate_up, offs, exact):
     for workspace in amax:
         workspace.t.zero_()
     arguments = (output.t for output in (*outputs, *amax))
-    swiglu._launch_swiglu_backward(grad_h, gate_up, offs, *arguments, True)
+    swiglu_backward._launch_swiglu_backward(grad_h, gate_up, offs, *arguments, True)
     for output in (*outputs, *amax):
         output.check()
     for workspace, values in zip(amax, exact, strict=True):

@@ -9,13 +9,13 @@ offsets of the token groups, ``offs[-1] <= M``; it is not read on the host outsi
 ``offs[-1]`` belong to no group. A scale is float32 and multiplies: ``x ≈ q.float() * scale``.
 """
 
-from titan_fp8moe.float8 import padded_offs
 from titan_fp8moe.ops.grouped_gemm import (
     GEMM_BACKENDS,
     grouped_mm_wgrad,
     resolve_gemm_backend,
     scaled_grouped_mm,
 )
+from titan_fp8moe.ops.groups import padded_offs
 from titan_fp8moe.ops.library import Operator
 from titan_fp8moe.ops.quantize import (
     quantize_colwise_per_group,

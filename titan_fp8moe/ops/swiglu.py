@@ -4,6 +4,7 @@ from torch import Tensor
 
 from titan_fp8moe import reference
 from titan_fp8moe.kernels import swiglu as kernels
+from titan_fp8moe.kernels import swiglu_backward as backward_kernels
 from titan_fp8moe.ops.checks import (
     check_input,
     check_multiple_of_16,
@@ -97,7 +98,7 @@ def swiglu_backward_quantize_rowwise(
         return reference.swiglu_backward_quantize_rowwise(grad_h, gate_up, round_scales_to_power_of_2)
     outputs = _empty_swiglu_backward(gate_up)
     with on_device(gate_up):
-        kernels.swiglu_backward_quantize_rowwise(grad_h, gate_up, *outputs, round_scales_to_power_of_2)
+        backward_kernels.swiglu_backward_quantize_rowwise(grad_h, gate_up, *outputs, round_scales_to_power_of_2)
     return outputs
 
 
@@ -134,10 +135,12 @@ def swiglu_backward_quantize(
     num_groups, num_cols = offs.shape[0], grad_h.shape[1]
     d_q, d_scale, h_q, h_scale = _empty_swiglu_backward(gate_up)
     columns = *empty_padded(gate_up, num_groups), *empty_padded(grad_h, num_groups)
-    amax = zero_amax(gate_up, num_groups, 2 * num_cols), zero_amax(gate_up, num_groups, num_cols)
+    amax, amax_h = zero_amax(gate_up, 3 * num_groups * num_cols).split(
+        (2 * num_groups * num_cols, num_groups * num_cols)
+    )
     offs, padded_offs = offs.contiguous(), padded_offs.contiguous()
     with on_device(gate_up):
-        kernels.swiglu_backward_quantize(
+        backward_kernels.swiglu_backward_quantize(
             grad_h,
             gate_up,
             offs,
@@ -147,7 +150,8 @@ def swiglu_backward_quantize(
             h_q,
             h_scale,
             *columns,
-            *amax,
+            amax.view(num_groups, -1),
+            amax_h.view(num_groups, -1),
             round_scales_to_power_of_2,
         )
     return d_q, d_scale, *columns
