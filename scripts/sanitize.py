@@ -10,8 +10,9 @@ warps of a `gl.warp_specialize`. The writer stores a word of shared memory that 
 at a barrier, each warp reads its byte, and all meet again. Triton generates it at the lines of the kernel's ``def`` and
 of that call, where none of our own code touches shared memory; a race with an access at any other line counts.
 
-initcheck runs without torch's bf16 grouped GEMM, which computes weight gradients for the recipe rowwise_with_gw_hp: it
-reads memory that nothing has written when it is called alone, too.
+initcheck reports whoever reads the result of a grouped GEMM, which the copy engine writes (TMA stores), though it is
+right to the last bit. So there each operator is called by itself, on operands that ordinary kernels have written, and
+torch's bf16 grouped GEMM, which has such reports of its own, is not called.
 
 ``python scripts/sanitize.py --run-ops all`` only calls the operators, on a CPU too.
 """
@@ -34,8 +35,8 @@ from titan_fp8moe import float8_experts, float8_grouped_mm, ops
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = ROOT / "titan_fp8moe" / "kernels"
-# And which operators each runs: of all, or of those whose kernels are our own.
-TOOLS = {"memcheck": "all", "racecheck": "all", "initcheck": "own"}
+# And what each runs.
+TOOLS = {"memcheck": "all", "racecheck": "all", "initcheck": "single"}
 TORCH_KERNELS = {"grouped_mm_wgrad"}
 DONE = "every operator ran"
 # Rows, dim and hidden_dim that fill no tile; an empty group, one row, more than a tile of rows, and rows of no group.
@@ -49,7 +50,7 @@ def run_ops(device: torch.device, which: str = "all") -> None:
 
     Args:
         device: where.
-        which: "all", or "own" without `TORCH_KERNELS` and the recipe that calls them.
+        which: "all", or "single": nothing that reads the result of a grouped GEMM, and no `TORCH_KERNELS`.
 
     Raises:
         RuntimeError: an operator of `titan_fp8moe.ops` is not among those called.
@@ -78,7 +79,8 @@ def run_ops(device: torch.device, which: str = "all") -> None:
             call(ops.quantize_rowwise, x.t()[:, :96], pow2)
             call(ops.requantize_colwise_per_group, a, scale_a, offs, padded, pow2)
             call(ops.quantize_rowwise_and_colwise_per_group, x, offs, padded, pow2)
-            call(ops.quantize_colwise_per_group, x, offs, pow2, padded)
+            padded_b = call(ops.quantize_colwise_per_group, x, offs, pow2, padded)
+            padded_a = call(ops.swiglu_backward_quantize, grad, gate_up, offs, padded, pow2)[4:]
             b_col, scale_b_col = call(ops.quantize_colwise_per_group, x, offs, pow2)
             a_col, scale_a_col = call(ops.quantize_rowwise_per_group, grad.t(), offs, pow2)
             for w_t in (w1_t, w1_t.contiguous()):
@@ -89,7 +91,6 @@ def run_ops(device: torch.device, which: str = "all") -> None:
                 call(op, w1_t, w3_t, pow2)
             call(ops.swiglu_quantize_rowwise, gate_up, pow2)
             call(ops.swiglu_backward_quantize_rowwise, grad, gate_up, pow2)
-            call(ops.swiglu_backward_quantize, grad, gate_up, offs, padded, pow2)
         call(ops.swiglu_backward, grad, gate_up)
         for columns in LONG_ROWS:
             long = normal(40, 2 * columns, dtype=dtype)
@@ -102,13 +103,15 @@ def run_ops(device: torch.device, which: str = "all") -> None:
         for fast_accum in (True, False):
             call(ops.scaled_grouped_mm, a, b, scale_a, scale_b, offs, dtype, fast_accum=fast_accum)
             call(ops.scaled_grouped_mm, a_col, b_col, scale_a_col, scale_b_col, offs, dtype, fast_accum=fast_accum)
+            operands = padded_a[0].t(), padded_b[0], padded_a[1], padded_b[1]
+            call(ops.scaled_grouped_mm, *operands, padded, dtype, fast_accum=fast_accum)
         call(ops.grouped_mm_wgrad, grad, x, offs, dtype)
 
     registered = {name for name in ops.__all__ if isinstance(getattr(ops, name), ops.Operator)}
     if missing := registered - called:
         raise RuntimeError(f"scripts/sanitize.py does not call {sorted(missing)}: add them to run_ops")
 
-    for recipe in ("rowwise", "rowwise_with_gw_hp") if which == "all" else ("rowwise",):
+    for recipe in ("rowwise", "rowwise_with_gw_hp") if which == "all" else ():
         x, *w = (t.bfloat16().requires_grad_() for t in (x, w1_t, w1_t.transpose(1, 2), w3_t))
         out = float8_grouped_mm(x, w[0], offs, recipe=recipe)
         torch.autograd.grad(out, (x, w[0]), torch.ones_like(out))
@@ -169,7 +172,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "sanitize", help="where the logs go")
-    parser.add_argument("--run-ops", choices=["all", "own"], help="call the operators, without a tool")
+    parser.add_argument("--run-ops", choices=["all", "single"], help="call the operators, without a tool")
     args = parser.parse_args()
     if args.run_ops:
         run_ops(torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.run_ops)

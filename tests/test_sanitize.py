@@ -60,7 +60,7 @@ def sanitize(monkeypatch):
     return sanitize
 
 
-@pytest.mark.parametrize("which", ["all", "own"])
+@pytest.mark.parametrize("which", ["all", "single"])
 def test_every_operator_is_called(sanitize, which, capsys, monkeypatch, device):
     called = []
     wgrad = sanitize.ops.grouped_mm_wgrad.overload

@@ -175,7 +175,9 @@ def _launch_rowwise_and_colwise_amax(num_cols, itemsize):
         rest = next_power_of_2(num_cols - head // 2)
         if rest < head // 2:
             head, tail = head // 2, rest
-    return head, tail, 3, 132 * (3 if num_cols > 2048 else 6), 4 if num_cols * itemsize <= 16384 else 8
+    if num_cols >= 2048 and itemsize == 4:
+        return head, tail, 3, 132 * 4, 8
+    return head, tail, 3, 132 * (3 if num_cols > 2048 else 6), 4 if num_cols <= 8192 else 8
 
 
 def launch_rowwise(x, q, scale, sizes, x_strides, q_strides, stride_sb, pow2):
