@@ -571,9 +571,9 @@ def test_float8_grouped_mm(k, n, layout, x, grad, w, recipe, pow2, device):
 # ---- what must not change a result -----------------------------------------------------------------------------------
 
 
-def experts_with_gradients(x, w1, w2, w3, offs, grad, **options) -> tuple[Tensor, ...]:
+def experts_with_gradients(x, w1, w2, w3, offs, grad, function=float8_experts, **options) -> tuple[Tensor, ...]:
     leaves = [t.detach().requires_grad_() for t in (x, w1, w2, w3)]
-    out = float8_experts(*leaves, offs, **options)
+    out = function(*leaves, offs, **options)
     return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
 
@@ -803,3 +803,25 @@ def test_float8_experts(k, h, layout, x, grad, weights, recipe, pow2, keep, devi
             continue
         # A sum rounded to the other of two neighbours in bf16 may be rounded to other neighbours in e4m3.
         assert sqnr_db(a.cpu(), b) >= 28, f"{name}: {sqnr_db(a.cpu(), b):.1f} dB"
+
+
+# For any sizes; only those of 0 and 1 are compiled for, and dtypes.
+compiled_experts = torch.compile(float8_experts, backend="aot_eager", fullgraph=True, dynamic=True)
+
+
+@fuzz
+@given(
+    layout=groups(),
+    x=values(layouts=("contiguous", "transposed")),
+    grad=values(),
+    weights=st.lists(values(layouts=("contiguous",)), min_size=3, max_size=3),
+)
+def test_compiled_experts_have_the_bits_of_eager_ones(layout, x, grad, weights, device):
+    k, h, e = 48, 80, len(layout.sizes)
+    offs = end_offsets(list(layout.sizes), device)
+    x, grad = x.build(layout.num_rows, k, device=device), grad.build(layout.num_rows, k, device=device)
+    w = [v.build(*s, device=device) for v, s in zip(weights, ((e, h, k), (e, k, h), (e, h, k)), strict=True)]
+    w[1], w[2], grad = w[1].to(w[0].dtype), w[2].to(w[0].dtype), grad.to(x.dtype)
+    eager = experts_with_gradients(x, *w, offs, grad)
+    with torch._dynamo.config.patch(recompile_limit=100):
+        assert_same_bits(experts_with_gradients(x, *w, offs, grad, function=compiled_experts), eager)
