@@ -227,7 +227,7 @@ def _check_interpreted():
 
     libdevice.exp = lambda x: tl.exp(x)
     libdevice.fast_dividef = lambda x, y: x / y
-    for m, h in ((1, 48), (37, 80), (5, 1408), (0, 32), (2, 16400)):
+    for m, h in ((1, 48), (17, 80), (5, 1408), (0, 32), (2, 16400)):
         for kind, dtype, pow2 in (
             ("normal", torch.float32, True),
             ("gates", torch.float32, False),
