@@ -14,7 +14,7 @@ from numerics import end_offsets, normal, sqnr_db
 from torch import Tensor
 
 from titan_fp8moe import float8_experts, float8_grouped_mm, ops
-from titan_fp8moe.float8 import padded_offs
+from titan_fp8moe.reference import padded_offs
 
 # The device is all that a test's fixtures give, and it is the same for every example.
 fuzz = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

@@ -6,8 +6,9 @@ import torch
 from numerics import GROUP_SIZES, bits, end_offsets, normal, sqnr_db, tokens
 
 from titan_fp8moe import ops, reference
-from titan_fp8moe.float8 import FP8_MAX, SCALE_MIN, padded_offs
+from titan_fp8moe.float8 import FP8_MAX, SCALE_MIN
 from titan_fp8moe.ops import torch_grouped_mm
+from titan_fp8moe.reference import padded_offs
 
 POW2 = pytest.mark.parametrize("pow2", [True, False])
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -292,9 +292,9 @@ class Float8MoEConverter(model_converter.ModelConverter):
             keep_quantized_weights=self.keep_quantized_weights,
             cache_quantized_weights=self.cache_quantized_weights,
         )
-        warning = few_tokens_warning(model, selected, self.job_config)
-        if warning is not None and not self.cache_quantized_weights:
-            logger.warning(warning)
+        if not self.cache_quantized_weights:
+            if (warning := few_tokens_warning(model, selected, self.job_config)) is not None:
+                logger.warning(warning)
         if self.numerics_log is not None:
             for fqn in selected:
                 self.numerics_log.watch(fqn, model.get_submodule(fqn))

@@ -37,12 +37,6 @@ def padded_tokens(num_tokens: int, num_groups: int) -> int:
     return (num_tokens // GROUP_TILE + num_groups) * GROUP_TILE
 
 
-def padded_offs(offs: torch.Tensor) -> torch.Tensor:
-    """End offsets ``(E,)`` int32 of groups whose sizes, from ``offs (E,)``, are rounded up to `GROUP_TILE`."""
-    sizes = torch.diff(offs, prepend=offs.new_zeros(1)).clamp_min(0)
-    return ((sizes + (GROUP_TILE - 1)) // GROUP_TILE * GROUP_TILE).cumsum(0, dtype=torch.int32)
-
-
 def scale_from_amax(amax: torch.Tensor, round_scales_to_power_of_2: bool = True) -> torch.Tensor:
     """The dequantisation scale ``s`` of a row or column whose largest magnitude is ``amax``.
 

@@ -7,7 +7,7 @@ to no group. A scale multiplies: ``x ≈ q.float() * scale``.
 
 import torch
 
-from titan_fp8moe.float8 import FP8_DTYPE, FP8_MAX, leading_dim, padded_tokens, scale_from_amax
+from titan_fp8moe.float8 import FP8_DTYPE, FP8_MAX, GROUP_TILE, leading_dim, padded_tokens, scale_from_amax
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -88,6 +88,11 @@ def _rescale(q: torch.Tensor, scale: torch.Tensor, new_scale: torch.Tensor) -> t
     # What was rounded up below the normal range of its row may pass 448 under its column's scale.
     rescaled = (q.float() * ratio).clamp(-FP8_MAX, FP8_MAX)
     return torch.where(ratio.isnan(), torch.nan, rescaled).to(FP8_DTYPE)
+
+
+def padded_offs(offs: torch.Tensor) -> torch.Tensor:
+    sizes = torch.diff(offs, prepend=offs.new_zeros(1)).clamp_min(0)
+    return ((sizes + (GROUP_TILE - 1)) // GROUP_TILE * GROUP_TILE).cumsum(0, dtype=torch.int32)
 
 
 def _pad_groups(q: torch.Tensor, offs: torch.Tensor, padded_offs: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from titan_fp8moe import reference
-from titan_fp8moe.float8 import FP8_DTYPE, padded_offs, padded_tokens, round_up, scale_from_amax
+from titan_fp8moe.float8 import FP8_DTYPE, padded_tokens, round_up, scale_from_amax
+from titan_fp8moe.reference import padded_offs
 
 GUARD = 64
 PATTERN = 0xA5

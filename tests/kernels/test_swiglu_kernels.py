@@ -14,7 +14,8 @@ import triton
 from test_quantize_kernels import CUDA, Guarded, around_the_rounding_of_scales, assert_same, data, group_ends, groups
 
 from titan_fp8moe import reference
-from titan_fp8moe.float8 import FP8_DTYPE, padded_offs, padded_tokens, scale_from_amax
+from titan_fp8moe.float8 import FP8_DTYPE, padded_tokens, scale_from_amax
+from titan_fp8moe.reference import padded_offs
 
 
 def forward(gate_up, pow2, q_dtype=FP8_DTYPE):

@@ -78,7 +78,7 @@ def check_padded(x: Tensor, offs: Tensor, padded_offs: Tensor) -> None:
     check_offs(padded_offs, x, "padded_offs")
     if padded_offs.shape != offs.shape:
         raise ValueError(
-            f"padded_offs must be padded_offs(offs) of titan_fp8moe.float8, got shape {tuple(padded_offs.shape)} for "
+            f"padded_offs must be padded_offs(offs) of titan_fp8moe.ops, got shape {tuple(padded_offs.shape)} for "
             f"offs of shape {tuple(offs.shape)}"
         )
 

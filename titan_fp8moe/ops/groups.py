@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from titan_fp8moe import float8
+from titan_fp8moe import reference
+from titan_fp8moe.float8 import GROUP_TILE
 from titan_fp8moe.kernels import padded_offs as kernels
 from titan_fp8moe.ops.checks import check_offs, is_hopper, on_device
 from titan_fp8moe.ops.library import Operator
@@ -10,7 +11,7 @@ from titan_fp8moe.ops.library import Operator
 
 @Operator
 def padded_offs(offs: Tensor) -> Tensor:
-    """`titan_fp8moe.float8.padded_offs`: end offsets ``(E,)`` of groups whose sizes are rounded up to `GROUP_TILE`.
+    """End offsets ``(E,)`` int32 of groups whose sizes, from ``offs (E,)``, are rounded up to `GROUP_TILE`.
 
     Args:
         offs: ``(E,)``.
@@ -19,11 +20,11 @@ def padded_offs(offs: Tensor) -> Tensor:
     if offs.numel() == 0:
         return offs.new_empty(0)
     if not is_hopper(offs.device):
-        return float8.padded_offs(offs)
+        return reference.padded_offs(offs)
     offs = offs.contiguous()
     out = offs.new_empty(offs.shape)
     with on_device(offs):
-        kernels.padded_offs(offs, out, float8.GROUP_TILE)
+        kernels.padded_offs(offs, out, GROUP_TILE)
     return out
 
 

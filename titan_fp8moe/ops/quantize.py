@@ -92,7 +92,7 @@ def quantize_colwise_per_group(
         x: ``(M, K)`` bf16 or fp32, any strides; groups are ranges of rows.
         offs: ``(E,)``.
         round_scales_to_power_of_2: see `scale_from_amax`.
-        padded_offs: ``(E,)``, of `titan_fp8moe.float8.padded_offs`: where the groups end in q, for the layout that
+        padded_offs: ``(E,)``, of `titan_fp8moe.ops.padded_offs`: where the groups end in q, for the layout that
             `scaled_grouped_mm` reads fastest. None leaves them where they are in x.
 
     Returns:
@@ -153,7 +153,7 @@ def quantize_rowwise_and_colwise_per_group(
     Args:
         x: ``(M, K)`` bf16 or fp32, any strides; groups are ranges of rows.
         offs: ``(E,)``.
-        padded_offs: ``(E,)``, of `titan_fp8moe.float8.padded_offs`: where the groups end in the second form.
+        padded_offs: ``(E,)``, of `titan_fp8moe.ops.padded_offs`: where the groups end in the second form.
         round_scales_to_power_of_2: see `scale_from_amax`.
 
     Returns:
