@@ -318,11 +318,28 @@ def test_check_says_where_more_processes_are_refused(check, shards):
     assert ("note: with more than one process the run is refused" in out) == (shards == "-1")
 
 
-@pytest.mark.parametrize(("batch", "few"), [(2, True), (3, False)])
-def test_check_says_where_bf16_is_faster(check, batch, few):
+@pytest.mark.parametrize(
+    ("flags", "few"),
+    [
+        (["--training.local_batch_size=2"], True),
+        (["--training.local_batch_size=3"], False),
+        # Gradients are accumulated, for which weights are cached unless FSDP gathers them.
+        (["--training.local_batch_size=2", "--training.global_batch_size=8"], False),
+        (["--training.local_batch_size=2", "--training.global_batch_size=8", "--fp8moe.cache_weights=never"], True),
+        (
+            [
+                "--training.local_batch_size=2",
+                "--training.global_batch_size=8",
+                "--parallelism.data_parallel_shard_degree=2",
+            ],
+            True,
+        ),
+    ],
+)
+def test_check_says_where_bf16_is_faster(check, flags, few):
     # 8 of 64 experts a token, so 256 or 384 tokens an expert.
-    flags = ["--model.name=qwen3", "--model.flavor=debugmodel_moe", f"--training.local_batch_size={batch}"]
-    status, out = check(WITH_CONFIG_MODULE, *flags, "--training.seq_len=1024")
+    flags = ["--model.name=qwen3", "--model.flavor=debugmodel_moe", "--training.seq_len=1024", *flags]
+    status, out = check(WITH_CONFIG_MODULE, *flags)
     assert status == 0 and ("note: fp8moe: each expert gets about" in out) == few
 
 

@@ -252,9 +252,8 @@ def check(toml: str, flags: list[str]) -> int:
         selected = converter.select_experts(
             model, config, hidden_dim_shards=training_run.hidden_dim_shards_of(job_config)
         )
-        p = job_config.parallelism
-        degrees = (p.data_parallel_shard_degree, p.context_parallel_degree, p.expert_parallel_degree)
-        training_run.weights_change_unseen(config, job_config, sharded=max(degrees) > 1)
+        parallel_dims = training_run.smallest_parallel_dims(job_config)
+        cached = training_run.weights_are_cached(config, job_config, parallel_dims)
     except (Refusal, ValueError, TypeError, RuntimeError, ImportError) as error:
         print(f"REFUSED {toml}: {error}")
         return 1
@@ -273,9 +272,9 @@ def check(toml: str, flags: list[str]) -> int:
         f"recipe {config.recipe}, alignment {config.token_group_alignment}, "
         f"{f'compiled with {compile_backend}' if compile_backend else 'not compiled'}, {backend}"
     )
-    if (warning := training_run.few_tokens_warning(model, selected, job_config)) is not None:
+    if not cached and (warning := training_run.few_tokens_warning(model, selected, job_config)) is not None:
         print(f"note: {warning}")
-    if config.cache_weights == "always" and p.data_parallel_shard_degree == -1:
+    if config.cache_weights == "always" and job_config.parallelism.data_parallel_shard_degree == -1:
         print('note: with more than one process the run is refused, because FSDP is on and cache_weights is "always"')
     print("OK")
     return 0

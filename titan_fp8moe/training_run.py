@@ -1,5 +1,7 @@
 """What the configuration of a torchtitan run says about how its experts will be used."""
 
+import math
+
 from torch import nn
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
@@ -23,6 +25,24 @@ def hidden_dim_shards_of(job_config: JobConfig) -> int:
     if parallelism.expert_parallel_degree > 1:
         return parallelism.expert_tensor_parallel_degree
     return parallelism.tensor_parallel_degree
+
+
+def smallest_parallel_dims(job_config: JobConfig) -> ParallelDims:
+    """The degrees of the smallest run that the configuration allows: those left to the number of processes are 1."""
+    p = job_config.parallelism
+    degrees = {
+        "dp_replicate": p.data_parallel_replicate_degree,
+        "dp_shard": max(p.data_parallel_shard_degree, 1),
+        "cp": p.context_parallel_degree,
+        "tp": p.tensor_parallel_degree,
+        "pp": p.pipeline_parallel_degree,
+    }
+    return ParallelDims(
+        **degrees,
+        ep=p.expert_parallel_degree,
+        etp=p.expert_tensor_parallel_degree,
+        world_size=math.prod(degrees.values()),
+    )
 
 
 def weights_survive_forward(job_config: JobConfig, parallel_dims: ParallelDims) -> bool:
