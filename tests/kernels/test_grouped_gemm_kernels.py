@@ -123,6 +123,32 @@ def test_same_bits_as_torch(group_sizes, fast_accum):
 
 
 @gpu
+@pytest.mark.parametrize("fast_accum", [True, False])
+@pytest.mark.parametrize("value", [None, 0.0, 1.5, 2.0**-60, 2.0**60, 2.0**-126, torch.inf, torch.nan])
+def test_bf16_is_the_rounded_float32_whatever_the_scales(value, fast_accum):
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def with_some_scales_set(a, b_t, scale_a, scale_b, offs):
+        scales = []
+        for scale in (scale_a, scale_b):
+            exponents = torch.randint(-50, 51, scale.shape, generator=generator, device="cuda")
+            scales.append(torch.exp2(exponents.float()))
+            if value is not None:
+                # Some tiles without, and some operands.
+                scales[-1].view(-1)[5::397] = value
+        return a, b_t, *scales, offs
+
+    for run, operands in (
+        (run_2d_3d, operands_2d_3d([300, 0, 900, 40], 272, 1040, slack=37)),
+        (run_2d_2d, operands_2d_2d([300, 0, 64, 40], 528, 1040, slack=37)),
+    ):
+        operands = with_some_scales_set(*operands)
+        out = run(*operands, torch.bfloat16, fast_accum)
+        expected = run(*operands, torch.float32, fast_accum).to(torch.bfloat16)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@gpu
 def test_weights_in_a_joint_buffer():
     a, b_t, scale_a, scale_b, offs = operands_2d_3d([100, 30, 70], 272, 528)
     joint = torch.full((3, 2, 528, 272), torch.nan, device="cuda").to(FP8_DTYPE)

@@ -31,10 +31,10 @@ from titan_fp8moe.kernels.ragged_descriptors import (
     ragged_columns,
     ragged_rows,
 )
+from titan_fp8moe.kernels.tile_output import any_inexact, load_scales, scaled, store_tile
 
-# triton 3.8 renamed the copies, and 3.9 the reinterpretation.
+# triton 3.8 renamed the copy, and 3.9 the reinterpretation.
 _async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 _reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
@@ -81,45 +81,11 @@ def _load_blocks(a_desc, b_desc, a_ring, b_ring, ready, free, offs_ptr, sizes, I
 
 
 @gluon.jit
-def _halves(x):
-    return gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), (0, 2, 1)))
-
-
-@gluon.jit
-def _store_quarter(out_desc, buffer, outer, middle, row, col, x):
-    # Two buffers take turns: the store that used this one last has left it.
-    tma.store_wait(pendings=1)
-    buffer.reshape([x.shape[0], x.shape[1]]).store(x)
-    fence_async_shared()
-    _async_store(out_desc, [outer, middle, row, col], buffer)
-
-
-@gluon.jit
-def _store_tile(out_desc, buffer0, buffer1, at, x):
-    outer, middle, row, col = at
-    WIDTH: gl.constexpr = x.shape[1] // 4
-    left, right = _halves(x)
-    x0, x1 = _halves(left)
-    x2, x3 = _halves(right)
-    _store_quarter(out_desc, buffer0, outer, middle, row, col, x0)
-    _store_quarter(out_desc, buffer1, outer, middle, row, col + WIDTH, x1)
-    _store_quarter(out_desc, buffer0, outer, middle, row, col + 2 * WIDTH, x2)
-    _store_quarter(out_desc, buffer1, outer, middle, row, col + 3 * WIDTH, x3)
-
-
-@gluon.jit
 def _operands_of(a_ring, b_ring, stage, WARPGROUP: gl.constexpr):
     ROWS: gl.constexpr = a_ring.shape[3] // 2
     a = a_ring.index(stage).reshape([a_ring.shape[3], a_ring.shape[4]]).slice(WARPGROUP * ROWS, ROWS, 0)
     b = b_ring.index(stage).reshape([b_ring.shape[3], b_ring.shape[4]])
     return a, b.permute((1, 0))
-
-
-@gluon.jit
-def _load_scales(ptr, first, limit, in_group, SIZE: gl.constexpr):
-    # Each thread its share. None is read where there is nothing to scale: zeros stay zeros.
-    i = gl.arange(0, SIZE, gl.BlockedLayout([SIZE // 128 if SIZE > 128 else 1], [32], [4], [0]))
-    return gl.load(ptr + first + i, mask=(i < limit) & in_group, other=0.0)
 
 
 @gluon.jit
@@ -150,6 +116,12 @@ def _multiply_blocks(
     EDGE_ROWS: gl.constexpr = ROWS * BLOCK_COLS * out_desc.dtype.primitive_bitwidth // 1024
     # Registers hold a tile of 16 bits while the next one is summed, of 32 they do not.
     LATE_STORE: gl.constexpr = out_desc.dtype.primitive_bitwidth < 32
+    scale_a_buffer = scale_a_buffers.index(WARPGROUP)
+    scale_b_buffer = scale_b_buffers.index(WARPGROUP)
+    if scale_a_ptr is not None:
+        late_scales = (scale_a_buffer, scale_b_buffer)
+    else:
+        late_scales = None
     buffer0 = out_buffers.index(2 * WARPGROUP)
     buffer1 = out_buffers.index(2 * WARPGROUP + 1)
     tile_cols = gl.cdiv(num_cols, BLOCK_COLS)
@@ -186,13 +158,14 @@ def _multiply_blocks(
         mbarrier.wait(ready.index(stage), block // STAGES & 1)
         a, b = _operands_of(a_ring, b_ring, stage, WARPGROUP)
         acc = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
-        # While the first block is multiplied: the scales are requested, and the tile before this one is stored.
+        # While the first block is multiplied: the scales are requested, and the tile before this one is scaled and
+        # stored.
         if scale_a_ptr is not None:
-            scale_a = _load_scales(scale_a_ptr, scale_a_row, row_end - row, in_group, ROWS)
+            scale_a = load_scales(scale_a_ptr, scale_a_row, row_end - row, in_group, ROWS)
             scale_b_col = col + group.to(gl.int64) * num_cols
-            scale_b = _load_scales(scale_b_ptr, scale_b_col, num_cols - col, in_group, BLOCK_COLS)
+            scale_b = load_scales(scale_b_ptr, scale_b_col, num_cols - col, in_group, BLOCK_COLS)
         if LATE_STORE:
-            _store_tile(out_desc, buffer0, buffer1, result_at, result)
+            store_tile(out_desc, buffer0, buffer1, result_at, result, late_scales)
         if FAST_ACCUM:
             acc = warpgroup_mma_wait(1, deps=[acc])
         else:
@@ -214,11 +187,10 @@ def _multiply_blocks(
                 mbarrier.arrive(free.index(stage), count=1)
             block += 1
         if scale_a_ptr is not None:
-            # Through shared memory, for a thread multiplies by a quarter of the columns' scales.
-            scale_a_buffers.index(WARPGROUP).store(scale_a)
-            scale_b_buffers.index(WARPGROUP).store(scale_b)
-            row_scales = scale_a_buffers.index(WARPGROUP).load(gl.SliceLayout(1, acc_layout))
-            col_scales = scale_b_buffers.index(WARPGROUP).load(gl.SliceLayout(0, acc_layout))
+            scale_a_buffer.store(scale_a)
+            scale_b_buffer.store(scale_b)
+            if LATE_STORE:
+                inexact = any_inexact(scale_a) | any_inexact(scale_b)
         if FAST_ACCUM:
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(free.index((block + STAGES - 1) % STAGES), count=1)
@@ -241,19 +213,24 @@ def _multiply_blocks(
                     part = warpgroup_mma(a_edges, b_edges.permute((1, 0)), zeros, use_acc=False, is_async=True)
                     acc += warpgroup_mma_wait(0, deps=[part])
 
-        if scale_a_ptr is not None:
-            acc = acc * gl.expand_dims(row_scales, 1) * gl.expand_dims(col_scales, 0)
         if LATE_STORE:
+            if scale_a_ptr is not None:
+                if inexact != 0:
+                    acc = scaled(acc, scale_a_buffer, scale_b_buffer)
+                    scale_a_buffer.store(gl.full([ROWS], 1.0, gl.float32, scale_a.type.layout))
+                    scale_b_buffer.store(gl.full([BLOCK_COLS], 1.0, gl.float32, scale_b.type.layout))
             result = acc.to(out_desc.dtype)
             result_at = at
         else:
-            _store_tile(out_desc, buffer0, buffer1, at, acc)
+            if scale_a_ptr is not None:
+                acc = scaled(acc, scale_a_buffer, scale_b_buffer)
+            store_tile(out_desc, buffer0, buffer1, at, acc, None)
 
         tile += gl.num_programs(0)
         walk = (group, start, end, first_tile)
         group, start, end, first_tile, found = seek_tile(tile, walk, offs_ptr, sizes, tile_cols, BLOCK_ROWS, IS_WGRAD)
     if LATE_STORE:
-        _store_tile(out_desc, buffer0, buffer1, result_at, result)
+        store_tile(out_desc, buffer0, buffer1, result_at, result, late_scales)
     tma.store_wait(pendings=0)
 
 
