@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -102,7 +103,9 @@ def wheel(tmp_path_factory) -> Path:
     for name in ("titan_fp8moe", "train_configs", "tests"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     sdist = build("sdist", source, tmp_path_factory.mktemp("sdist"))
-    shutil.unpack_archive(sdist, tmp_path_factory.getbasetemp() / "unpacked", filter="data")
+    # Python before 3.10.12 and 3.11.4 has no filters.
+    options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+    shutil.unpack_archive(sdist, tmp_path_factory.getbasetemp() / "unpacked", **options)
     (unpacked,) = (tmp_path_factory.getbasetemp() / "unpacked").iterdir()
     return build("wheel", unpacked, tmp_path_factory.mktemp("wheel"))
 
