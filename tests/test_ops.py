@@ -1,9 +1,11 @@
 import itertools
 import math
+import operator
 
 import pytest
 import torch
 from numerics import GROUP_SIZES, bits, end_offsets, normal, sqnr_db, tokens
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from titan_fp8moe import ops, reference
 from titan_fp8moe.float8 import FP8_MAX, SCALE_MIN
@@ -667,6 +669,19 @@ def test_opcheck(device):
         torch.library.opcheck(op.overload, args, test_utils=checks)
         for arg, copy in zip(args, copies, strict=True):
             assert not isinstance(arg, torch.Tensor) or torch.equal(bits(arg), bits(copy))
+
+
+def test_two_traces_of_an_op_are_the_same_one_node(device):
+    # Of a kernel that a trace sees into, and that is tuned over several configurations, two traces differ in their
+    # number of nodes, at which Inductor gives up.
+    for op, args in _op_calls(device):
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        rest = args[len(tensors) :]
+        traces = [make_fx(lambda *t: op(*t, *rest), tracing_mode="fake")(*tensors) for _ in range(2)]  # noqa: B023
+        for trace in traces:
+            calls = [node.target for node in trace.graph.nodes if node.op == "call_function"]
+            assert [target for target in calls if target is not operator.getitem] == [op.overload]
+        assert traces[0].code == traces[1].code
 
 
 def test_meta_tensors_have_the_layout_of_real_ones(device):
