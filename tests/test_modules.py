@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torchtitan.distributed.expert_parallel import ExpertParallel, TensorParallel
 from torchtitan.models.moe import MoE, MoEArgs
 from torchtitan.models.moe import utils as moe_utils
+from torchtitan.models.moe.kernels import generate_permute_indices
 from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_fp8moe import FP8MoE, convert_experts, modules
@@ -175,6 +176,13 @@ def test_each_numeric_option_reaches_the_experts(monkeypatch, key):
 def test_pads_to_the_configured_alignment(alignments, alignment):
     convert(build_moe(), FP8MoE(token_group_alignment=alignment))(normal(1, 13, DIM))
     assert alignments == [alignment]
+
+
+def test_padding_on_a_cpu_says_what_it_needs(monkeypatch):
+    experts = convert(build_moe(), FP8MoE(token_group_alignment=16)).experts
+    monkeypatch.setattr(moe_utils, "generate_permute_indices", generate_permute_indices)
+    with pytest.raises(RuntimeError, match=r"here to 16, .* set token_group_alignment to 1"):
+        experts(normal(5, DIM), torch.tensor([5] + [0] * (NUM_EXPERTS - 1)))
 
 
 def test_an_alignment_of_one_does_not_pad(alignments):

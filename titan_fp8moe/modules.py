@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.models.moe import utils as moe_utils
+from torchtitan.models.moe.kernels import generate_permute_indices
 from torchtitan.models.moe.moe import GroupedExperts
 
 from titan_fp8moe.experts import float8_experts
@@ -118,6 +119,9 @@ class Float8GroupedExperts(GroupedExperts):
 
         Returns:
             ``(M, dim)`` in x's dtype, zeros in rows of no expert.
+
+        Raises:
+            RuntimeError: x is on the CPU, where torchtitan cannot pad without `titan_fp8moe.cpu`.
         """
         weights = self.local_weights()
         padded_by_dispatcher = isinstance(self.w1, DTensor) and "ep" in self.w1.device_mesh.mesh_dim_names
@@ -130,6 +134,11 @@ class Float8GroupedExperts(GroupedExperts):
             )
         if padded_by_dispatcher or self.token_group_alignment == 1:
             return run_experts(*weights, x, num_tokens_per_expert)
+        if x.device.type == "cpu" and moe_utils.generate_permute_indices is generate_permute_indices:
+            raise RuntimeError(
+                f"torchtitan pads token groups, here to {self.token_group_alignment}, with a kernel for GPUs, got x on "
+                "the CPU; set token_group_alignment to 1, or import titan_fp8moe.cpu where there is no accelerator"
+            )
         out = moe_utils.indices_padding_wrapper(run_experts)(*weights, x, num_tokens_per_expert)
         # What torchtitan scatters back leaves rows of no expert as the memory was.
         in_group = torch.arange(x.shape[0], device=x.device) < num_tokens_per_expert.sum()
