@@ -216,6 +216,7 @@ def _multiply_blocks(
         if LATE_STORE:
             if scale_a_ptr is not None:
                 if inexact != 0:
+                    # Now, and by 1 when it is stored.
                     acc = scaled(acc, scale_a_buffer, scale_b_buffer)
                     scale_a_buffer.store(gl.full([ROWS], 1.0, gl.float32, scale_a.type.layout))
                     scale_b_buffer.store(gl.full([BLOCK_COLS], 1.0, gl.float32, scale_b.type.layout))
