@@ -302,6 +302,8 @@ def checkpoint_folders(tmp_path):
         shutil.rmtree(folder, ignore_errors=True)
 
 
+# The same of a smaller model runs every time, in test_checkpoint.py.
+@pytest.mark.slow
 def test_bf16_and_fp8_runs_resume_each_other(train, checkpoint_folders):
     folders = checkpoint_folders
     bf16, fp8 = train([BF16, *SHORT, *SAVE], [FP8, *SHORT, *SAVE], folders=folders)
