@@ -38,7 +38,7 @@ def _times(x, y):
 
 @gluon.jit
 def scaled(x, scale_a_buffer, scale_b_buffer):
-    # From shared memory, for a thread holds a part of each of its rows and all of none.
+    # From shared memory: a thread's elements need scales that other threads have loaded.
     row_scales = gl.expand_dims(scale_a_buffer.load(gl.SliceLayout(1, x.type.layout)), 1)
     col_scales = gl.expand_dims(scale_b_buffer.load(gl.SliceLayout(0, x.type.layout)), 0)
     if x.dtype == gl.bfloat16:
