@@ -158,8 +158,13 @@ def _multiply_blocks(
         mbarrier.wait(ready.index(stage), block // STAGES & 1)
         a, b = _operands_of(a_ring, b_ring, stage, WARPGROUP)
         acc = warpgroup_mma(a, b, zeros, use_acc=False, is_async=True)
-        # While the first block is multiplied: the scales are requested, and the tile before this one is scaled and
-        # stored.
+        # While the first block is multiplied: the next tile is sought, the scales are requested, and the tile before is
+        # scaled and stored.
+        tile += gl.num_programs(0)
+        walk = (group, start, end, first_tile)
+        next_group, next_start, next_end, next_first_tile, next_found = seek_tile(
+            tile, walk, offs_ptr, sizes, tile_cols, BLOCK_ROWS, IS_WGRAD
+        )
         if scale_a_ptr is not None:
             scale_a = load_scales(scale_a_ptr, scale_a_row, row_end - row, in_group, ROWS)
             scale_b_col = col + group.to(gl.int64) * num_cols
@@ -227,9 +232,8 @@ def _multiply_blocks(
                 acc = scaled(acc, scale_a_buffer, scale_b_buffer)
             store_tile(out_desc, buffer0, buffer1, at, acc, None)
 
-        tile += gl.num_programs(0)
-        walk = (group, start, end, first_tile)
-        group, start, end, first_tile, found = seek_tile(tile, walk, offs_ptr, sizes, tile_cols, BLOCK_ROWS, IS_WGRAD)
+        group, start, end, first_tile = next_group, next_start, next_end, next_first_tile
+        found = next_found
     if LATE_STORE:
         store_tile(out_desc, buffer0, buffer1, result_at, result, late_scales)
     tma.store_wait(pendings=0)

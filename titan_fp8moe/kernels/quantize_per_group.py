@@ -209,7 +209,7 @@ def _cast_colwise_kernel(
 def _launch_colwise_amax(stride_xm, stride_xk, itemsize):
     """BLOCK_M, BLOCK_K, ALIGN_M, num_warps: at least 128 contiguous bytes, eight vectors in flight a thread."""
     if stride_xk != 1:
-        return 128, 32, 128 if stride_xm == 1 else 1, 4
+        return (64, 32, 64, 4) if stride_xm == 1 else (128, 32, 1, 4)
     return 32, 64 if itemsize == 4 else 128, 1, 2
 
 
@@ -219,14 +219,12 @@ def _rows_per_program(num_rows, num_col_blocks, block_m):
     return min(cdiv(max(rows, 1), block_m) * block_m, 512)
 
 
-def _launch_cast_colwise(stride_xm, itemsize, per_group):
-    """BLOCK_M, BLOCK_K, PACK, num_warps: 128 contiguous bytes written, 64 or more read.
+def _launch_cast_colwise(stride_xm):
+    """BLOCK_M, BLOCK_K, PACK, num_warps: 64 or 128 contiguous bytes written, 64 or more read.
 
-    Fewer registers a thread without the search for groups, which more loads in flight have to hide.
+    Few rows, as a program walks over the groups of a block one after another; more where x is contiguous along them.
     """
-    if stride_xm == 1:
-        return 128, 32, False, 4
-    return 128, 64, True, 4 if per_group and itemsize < 4 else 8
+    return (128, 32, False, 4) if stride_xm == 1 else (64, 64, True, 4)
 
 
 def launch_colwise_amax(x, row_scale, offs, amax, sizes, x_strides):
@@ -263,7 +261,7 @@ def launch_cast_colwise(
     """
     num_batches, num_rows, num_cols = sizes
     num_groups = 1 if offs is None else offs.shape[0]
-    block_m, block_k, pack, num_warps = _launch_cast_colwise(x_strides[1], x.itemsize, offs is not None)
+    block_m, block_k, pack, num_warps = _launch_cast_colwise(x_strides[1])
     # The interpreter, which has no assembly, is given a wider q.
     pack = pack and q.itemsize == 1
     if pack and q.numel() > 0 and any(stride % 16 for stride in q_strides):

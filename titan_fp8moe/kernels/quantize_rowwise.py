@@ -152,6 +152,9 @@ def _rowwise_and_colwise_amax_kernel(
 MAX_ROW = 16384
 """Columns that one program keeps in registers; of longer rows it reads blocks, twice."""
 
+MIN_ROWS_PER_PROGRAM = 8
+"""Of a program that keeps the amax of columns: with fewer, its atomics, one a column, take longer than its rows."""
+
 
 def _launch_rowwise(num_cols, contiguous):
     """BLOCK_M, BLOCK_K, ONE_BLOCK, num_warps for rows of ``num_cols``."""
@@ -208,7 +211,7 @@ def launch_rowwise_and_colwise_amax(x, offs, q, scale, amax, sizes, x_strides, q
     """
     num_batches, num_rows, num_cols = sizes
     head, tail, num_stages, programs, num_warps = _launch_rowwise_and_colwise_amax(num_cols, x.itemsize)
-    rows_per_program = max(cdiv(num_rows * num_batches, programs), 1)
+    rows_per_program = max(cdiv(num_rows * num_batches, programs), MIN_ROWS_PER_PROGRAM)
     num_groups = 1 if offs is None else offs.shape[0]
     _rowwise_and_colwise_amax_kernel[(cdiv(num_rows, rows_per_program), num_batches)](
         x,
