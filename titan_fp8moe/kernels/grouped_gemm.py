@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from titan_fp8moe.kernels.group_tiles import first_group, load_edges, seek_tile, sum_range, tile_in_group, tile_rows_of
+from titan_fp8moe.kernels.launch import launch
 from titan_fp8moe.kernels.ragged_descriptors import (
     RAGGED_BYTES,
     RAGGED_COLUMNS_OUTER,
@@ -308,13 +309,11 @@ def _num_sms(device_index):
 
 
 def _launch(descriptors, operands, sizes, out, is_wgrad, fast_accum):
-    _grouped_gemm_kernel[(_num_sms(out.device.index),)](
-        *descriptors,
-        *operands,
-        *sizes,
-        STAGES=_STAGES[out.element_size()],
-        IS_WGRAD=is_wgrad,
-        FAST_ACCUM=fast_accum,
+    launch(
+        _grouped_gemm_kernel,
+        (_num_sms(out.device.index), 1, 1),
+        (*descriptors, *operands, *sizes),
+        (_STAGES[out.element_size()], is_wgrad, fast_accum),
         num_warps=4,
     )
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from titan_fp8moe.kernels.launch import next_power_of_2
+from titan_fp8moe.kernels.launch import launch, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["num_groups"])
@@ -26,4 +26,5 @@ def padded_offs(offs, out, tile):
     """
     num_groups = offs.shape[0]
     block_e = next_power_of_2(num_groups)
-    _padded_offs_kernel[(1,)](offs, out, num_groups, tile, block_e, num_warps=min(max(block_e // 128, 1), 32))
+    num_warps = min(max(block_e // 128, 1), 32)
+    launch(_padded_offs_kernel, (1, 1, 1), (offs, out, num_groups), (tile, block_e), num_warps=num_warps)

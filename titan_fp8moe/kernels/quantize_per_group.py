@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from titan_fp8moe.kernels.launch import cdiv, next_power_of_2
+from titan_fp8moe.kernels.launch import cdiv, launch, next_power_of_2
 from titan_fp8moe.kernels.quantize_rowwise import (
     MAX_ROW,
     launch_rowwise_and_colwise_amax,
@@ -235,20 +235,11 @@ def launch_colwise_amax(x, row_scale, offs, amax, sizes, x_strides):
     num_col_blocks = cdiv(num_cols, block_k)
     rows_per_program = _rows_per_program(num_rows, num_col_blocks * num_batches, block_m)
     num_blocks = cdiv(num_rows, rows_per_program) * num_col_blocks
-    _colwise_amax_kernel[(num_blocks, num_batches)](
-        x,
-        row_scale,
-        offs,
-        amax,
-        num_rows,
-        num_cols,
-        num_groups,
-        rows_per_program,
-        *x_strides,
-        next_power_of_2(max(num_groups, 1)),
-        block_m,
-        block_k,
-        align_m,
+    launch(
+        _colwise_amax_kernel,
+        (num_blocks, num_batches, 1),
+        (x, row_scale, offs, amax, num_rows, num_cols, num_groups, rows_per_program, *x_strides),
+        (next_power_of_2(max(num_groups, 1)), block_m, block_k, align_m),
         num_warps=num_warps,
     )
 
@@ -268,26 +259,26 @@ def launch_cast_colwise(
         raise ValueError(f"q must be aligned to 16 bytes along each axis, got strides {q_strides}")
     # At least one row block: without tokens the scales are still due.
     num_row_blocks = max(cdiv(num_out_rows, block_m), 1)
-    _cast_colwise_kernel[(num_row_blocks * cdiv(num_cols, block_k), num_batches)](
-        x,
-        row_scale,
-        offs,
-        padded_offs,
-        amax,
-        scale,
-        q,
-        num_rows,
-        num_out_rows,
-        num_cols,
-        num_groups,
-        *x_strides,
-        stride_sg,
-        *q_strides,
-        pow2,
-        next_power_of_2(max(num_groups, 1)),
-        block_m,
-        block_k,
-        pack,
+    launch(
+        _cast_colwise_kernel,
+        (num_row_blocks * cdiv(num_cols, block_k), num_batches, 1),
+        (
+            x,
+            row_scale,
+            offs,
+            padded_offs,
+            amax,
+            scale,
+            q,
+            num_rows,
+            num_out_rows,
+            num_cols,
+            num_groups,
+            *x_strides,
+            stride_sg,
+            *q_strides,
+        ),
+        (pow2, next_power_of_2(max(num_groups, 1)), block_m, block_k, pack),
         num_warps=num_warps,
     )
 

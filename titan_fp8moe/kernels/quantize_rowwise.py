@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from titan_fp8moe.kernels.launch import cdiv, next_power_of_2
+from titan_fp8moe.kernels.launch import cdiv, launch, next_power_of_2
 from titan_fp8moe.kernels.scale import (
     magnitude_bits,
     narrow_magnitude_bits,
@@ -187,19 +187,11 @@ def launch_rowwise(x, q, scale, sizes, x_strides, q_strides, stride_sb, pow2):
     """``x (B, M, K) -> q (B, M, K)`` with contiguous rows, ``scale (B, M)``; sizes (B, M, K)."""
     num_batches, num_rows, num_cols = sizes
     block_m, block_k, one_block, num_warps = _launch_rowwise(num_cols, x_strides[2] == 1)
-    _rowwise_kernel[(cdiv(num_rows, block_m), num_batches)](
-        x,
-        q,
-        scale,
-        num_rows,
-        num_cols,
-        *x_strides,
-        *q_strides,
-        stride_sb,
-        pow2,
-        block_m,
-        block_k,
-        one_block,
+    launch(
+        _rowwise_kernel,
+        (cdiv(num_rows, block_m), num_batches, 1),
+        (x, q, scale, num_rows, num_cols, *x_strides, *q_strides, stride_sb),
+        (pow2, block_m, block_k, one_block),
         num_warps=num_warps,
     )
 
@@ -213,24 +205,24 @@ def launch_rowwise_and_colwise_amax(x, offs, q, scale, amax, sizes, x_strides, q
     head, tail, num_stages, programs, num_warps = _launch_rowwise_and_colwise_amax(num_cols, x.itemsize)
     rows_per_program = max(cdiv(num_rows * num_batches, programs), MIN_ROWS_PER_PROGRAM)
     num_groups = 1 if offs is None else offs.shape[0]
-    _rowwise_and_colwise_amax_kernel[(cdiv(num_rows, rows_per_program), num_batches)](
-        x,
-        offs,
-        q,
-        scale,
-        amax,
-        num_rows,
-        num_cols,
-        num_groups,
-        rows_per_program,
-        *x_strides[:2],
-        *q_strides,
-        stride_sb,
-        pow2,
-        next_power_of_2(max(num_groups, 1)),
-        head,
-        tail,
-        num_stages,
+    launch(
+        _rowwise_and_colwise_amax_kernel,
+        (cdiv(num_rows, rows_per_program), num_batches, 1),
+        (
+            x,
+            offs,
+            q,
+            scale,
+            amax,
+            num_rows,
+            num_cols,
+            num_groups,
+            rows_per_program,
+            *x_strides[:2],
+            *q_strides,
+            stride_sb,
+        ),
+        (pow2, next_power_of_2(max(num_groups, 1)), head, tail, num_stages),
         num_warps=num_warps,
     )
 

@@ -7,7 +7,7 @@ once transposed, and is padded with zeros. Rows of expert weights keep their pla
 import triton
 import triton.language as tl
 
-from titan_fp8moe.kernels.launch import cdiv, next_power_of_2
+from titan_fp8moe.kernels.launch import cdiv, launch, next_power_of_2
 from titan_fp8moe.kernels.scale import scale_from_amax_bits, segment_of_padded_row
 
 
@@ -200,25 +200,27 @@ def _launch(q, scale, offs, padded_offs, amax, scale_col, out, sizes, num_out_ro
     num_groups = 1 if offs is None else offs.shape[0]
     row_tiles, col_tiles = cdiv(num_out_rows, _BLOCK_M), cdiv(num_cols, 4 * _BLOCK_W)
     tiles_per_program = _tiles_per_program(row_tiles * col_tiles * num_batches)
-    _rescale_kernel[(row_tiles, cdiv(col_tiles, tiles_per_program), num_batches)](
-        q,
-        scale,
-        offs,
-        padded_offs,
-        amax,
-        scale_col,
-        out,
-        num_rows,
-        num_out_rows,
-        num_cols,
-        num_groups,
-        tiles_per_program,
-        *q_strides,
-        stride_sb,
-        *out_strides,
-        next_power_of_2(num_groups),
-        _BLOCK_M,
-        _BLOCK_W,
+    launch(
+        _rescale_kernel,
+        (row_tiles, cdiv(col_tiles, tiles_per_program), num_batches),
+        (
+            q,
+            scale,
+            offs,
+            padded_offs,
+            amax,
+            scale_col,
+            out,
+            num_rows,
+            num_out_rows,
+            num_cols,
+            num_groups,
+            tiles_per_program,
+            *q_strides,
+            stride_sb,
+            *out_strides,
+        ),
+        (next_power_of_2(num_groups), _BLOCK_M, _BLOCK_W),
         num_warps=_NUM_WARPS,
     )
 

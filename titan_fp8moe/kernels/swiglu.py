@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from titan_fp8moe.kernels.launch import cdiv, next_power_of_2
+from titan_fp8moe.kernels.launch import cdiv, launch, next_power_of_2
 from titan_fp8moe.kernels.scale import (
     magnitude_bits,
     quantize,
@@ -136,18 +136,11 @@ def swiglu_quantize_rowwise(gate_up, q, scale, pow2):
     """
     num_rows, num_cols = q.shape
     block_m, block_h, parts, options = _launch(num_cols, pow2)
-    _swiglu_kernel[(cdiv(num_rows, block_m),)](
-        gate_up,
-        q,
-        scale,
-        num_rows,
-        num_cols,
-        gate_up.stride(0),
-        q.stride(0),
-        pow2,
-        block_m,
-        block_h,
-        parts,
+    launch(
+        _swiglu_kernel,
+        (cdiv(num_rows, block_m), 1, 1),
+        (gate_up, q, scale, num_rows, num_cols, gate_up.stride(0), q.stride(0)),
+        (pow2, block_m, block_h, parts),
         **options,
         **OPTIONS,
     )

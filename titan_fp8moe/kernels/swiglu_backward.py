@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from titan_fp8moe.kernels.launch import cdiv, next_power_of_2
+from titan_fp8moe.kernels.launch import cdiv, launch, next_power_of_2
 from titan_fp8moe.kernels.quantize_per_group import requantize_colwise_per_group
 from titan_fp8moe.kernels.rescale import rescale_colwise_per_group
 from titan_fp8moe.kernels.scale import (
@@ -187,29 +187,29 @@ def _launch_swiglu_backward(grad_h, gate_up, offs, q, scale, q_h, scale_h, amax,
     num_groups = 1 if offs is None else offs.shape[0]
     block_h, parts, num_stages, programs, num_warps = _launch_backward(num_cols, gate_up.itemsize)
     rows_per_program = max(cdiv(num_rows, programs), 1)
-    _swiglu_backward_kernel[(cdiv(num_rows, rows_per_program),)](
-        grad_h,
-        gate_up,
-        offs,
-        q,
-        scale,
-        q_h,
-        scale_h,
-        amax,
-        amax_h,
-        num_rows,
-        num_cols,
-        num_groups,
-        rows_per_program,
-        grad_h.stride(0),
-        gate_up.stride(0),
-        q.stride(0),
-        q_h.stride(0),
-        pow2,
-        next_power_of_2(num_groups),
-        block_h,
-        parts,
-        num_stages,
+    launch(
+        _swiglu_backward_kernel,
+        (cdiv(num_rows, rows_per_program), 1, 1),
+        (
+            grad_h,
+            gate_up,
+            offs,
+            q,
+            scale,
+            q_h,
+            scale_h,
+            amax,
+            amax_h,
+            num_rows,
+            num_cols,
+            num_groups,
+            rows_per_program,
+            grad_h.stride(0),
+            gate_up.stride(0),
+            q.stride(0),
+            q_h.stride(0),
+        ),
+        (pow2, next_power_of_2(num_groups), block_h, parts, num_stages),
         num_warps=num_warps,
         **OPTIONS,
     )
