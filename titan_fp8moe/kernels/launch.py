@@ -1,6 +1,7 @@
 """Launches, in little host time: Triton's own way takes more of it than the driver's, several times over."""
 
-from triton.runtime import JITFunction, driver
+import torch
+from triton import JITFunction
 
 _compiled = {}
 
@@ -42,7 +43,7 @@ def launch(kernel, grid, args, constants, **options):
         # Triton's interpreter.
         kernel[grid](*args, *constants, **options)
         return
-    key = (id(kernel), driver.active.get_current_device(), constants, *options.values(), *map(_distinction, args))
+    key = (id(kernel), torch.cuda.current_device(), constants, *options.values(), *map(_distinction, args))
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = kernel[grid](*args, *constants, **options)
