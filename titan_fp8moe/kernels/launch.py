@@ -1,7 +1,6 @@
 """Launches, in little host time: Triton's own way takes more of it than the driver's, several times over."""
 
-import torch
-from triton import JITFunction
+import triton
 
 _compiled = {}
 
@@ -39,11 +38,12 @@ def launch(kernel, grid, args, constants, **options):
         constants: the values of its ``constexpr``, which come last.
         options: what Triton compiles it with, e.g. ``num_warps``.
     """
-    if not isinstance(kernel, JITFunction):
+    if not isinstance(kernel, triton.JITFunction):
         # Triton's interpreter.
         kernel[grid](*args, *constants, **options)
         return
-    key = (id(kernel), torch.cuda.current_device(), constants, *options.values(), *map(_distinction, args))
+    device = triton.runtime.driver.active.get_current_device()
+    key = (id(kernel), device, constants, *options.values(), *map(_distinction, args))
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = kernel[grid](*args, *constants, **options)
