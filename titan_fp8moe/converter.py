@@ -154,8 +154,8 @@ def select_experts(model: nn.Module, config: FP8MoE, *, hidden_dim_shards: int =
     experts = find_experts(model)
     if not experts:
         raise ValueError(
-            "the model has no experts to convert: no module is a torchtitan.models.moe GroupedExperts; remove "
-            f'"{CONVERTER_NAME}" from model.converters'
+            "the model has no experts to convert: none of its modules holds a torchtitan.models.moe GroupedExperts, "
+            f'which alone is served; remove "{CONVERTER_NAME}" from model.converters'
         )
     fqns, exclude_fqns = _patterns(config.fqns), _patterns(config.exclude_fqns)
     for pattern in fqns:
@@ -166,7 +166,10 @@ def select_experts(model: nn.Module, config: FP8MoE, *, hidden_dim_shards: int =
             )
     for pattern in exclude_fqns:
         if not any(_matches(pattern, fqn) for fqn in experts):
-            logger.warning(f'fp8moe.exclude_fqns: "{pattern}" matches no experts module')
+            logger.warning(
+                f'fp8moe.exclude_fqns: "{pattern}" matches no experts module, and so keeps none in bf16. This model '
+                f"has: {', '.join(experts)}"
+            )
     selected = [
         fqn
         for fqn in experts

@@ -20,7 +20,10 @@ class FP8MoE:
     """
 
     exclude_fqns: list[str] = field(default_factory=list)
-    """Which of them stay in bf16 all the same, by the same kind of patterns, e.g. ["layers.0"]."""
+    """
+    Which of them stay in bf16 all the same, by the same kind of patterns, e.g. ["layers.1"]. One that matches nothing
+    is a warning, as what it means to spare may lie on another pipeline stage.
+    """
 
     token_group_alignment: int = 1
     """
@@ -36,12 +39,15 @@ class FP8MoE:
     """
 
     fast_accum: Literal["all", "forward", "none"] = "all"
-    """Which FP8 products may keep partial sums at the reduced precision of Hopper's tensor cores."""
+    """
+    Which FP8 products may keep partial sums at the reduced precision of Hopper's tensor cores, which is faster: "all",
+    those of the "forward" pass alone, or "none"; others add up in float32.
+    """
 
     gemm_backend: Literal["auto", "triton", "torch"] = "auto"
     """
     Which FP8 grouped GEMM runs: "triton" is this package's, "torch" is torch._scaled_grouped_mm, which copies its
-    operands to pad them, "auto" the faster.
+    operands to pad them, "auto" is "triton".
     """
 
     cache_weights: Literal["auto", "always", "never"] = "auto"

@@ -124,5 +124,6 @@ def few_tokens_warning(model: nn.Module, selected: list[str], job_config: JobCon
     return (
         f"fp8moe: each expert gets about {most:.0f} tokens at a time; below some {FEW_TOKENS_PER_EXPERT} bf16 is "
         "faster, because FP8 weights take longer to make than their products save; raise training.local_batch_size or "
-        "parallelism.expert_parallel_degree, or accumulate gradients with cached weights (fp8moe.cache_weights)"
+        "parallelism.expert_parallel_degree, or, without FSDP and EP, accumulate gradients with cached weights "
+        "(fp8moe.cache_weights)"
     )
