@@ -3,9 +3,9 @@
     python scripts/bench_moe_layer.py [--shapes scout deepseek_v3] [--tokens 4096 16384 65536] [--layer]
 
 Numerics are checked against float32 before anything is timed, variants are timed in turn, and the practical floor
-(18 T D H floating-point operations at the rate of a dense FP8 product, the bytes of DESIGN at the rate of a copy) is
-computed from ceilings measured in the same run. Writes scripts/results/moe_layer.csv and moe_layer_breakdown.csv, and
-with --layer moe_layer_whole.csv.
+(18 T D H floating-point operations at the rate of a dense FP8 product, 8 T D + 16 T H bytes and 4 a weight at the rate
+of a copy) is computed from ceilings measured in the same run. Writes scripts/results/moe_layer.csv and
+moe_layer_breakdown.csv, or with --layer moe_layer_whole.csv alone.
 """
 
 from __future__ import annotations
@@ -234,9 +234,22 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["scout"], choices=SHAPES)
     parser.add_argument("--tokens", nargs="+", type=int, default=[4096, 16384, 65536, 131072])
     parser.add_argument("--routing", nargs="+", default=["uniform", "skewed"], choices=["uniform", "skewed"])
-    parser.add_argument("--layer", action="store_true", help="also time torchtitan's whole MoE layer")
+    parser.add_argument("--layer", action="store_true", help="time torchtitan's whole MoE layer instead")
     parser.add_argument("--torchao", action="store_true", help="also time torchao's experts, which compile for minutes")
     args = parser.parse_args()
+
+    variants = {"bf16": torch.compile(_run_experts_grouped_mm, fullgraph=True), "fp8": our_experts}
+    if args.layer:
+        layers = []
+        for shape in args.shapes:
+            check_numerics(variants, shape)
+            for tokens in args.tokens:
+                layers += layer_rows(shape, tokens)
+                torch.cuda.empty_cache()
+                path = benchlib.write_csv("moe_layer_whole.csv", layers)
+        benchlib.print_table(layers, list(layers[0]))
+        print(path)
+        return
 
     copy, copied = benchlib.copy_function()
     dense, flops = benchlib.dense_fp8_function(16384, 8192, 5120)
@@ -244,10 +257,9 @@ def main() -> None:
     ceilings = {"copy_bytes": 1e3 * copied / ms["copy"], "dense_flops": 1e3 * flops / ms["dense"]}
     del copy, dense
 
-    variants = {"bf16": torch.compile(_run_experts_grouped_mm, fullgraph=True), "fp8": our_experts}
     if args.torchao and (peer := torchao_experts()) is not None:
         variants["torchao"] = peer
-    rows, kernels, layers = [], [], []
+    rows, kernels = [], []
     for shape in args.shapes:
         sqnr = check_numerics(variants, shape)
         for routing in args.routing:
@@ -260,18 +272,11 @@ def main() -> None:
                 torch.cuda.empty_cache()
                 benchlib.write_csv("moe_layer.csv", rows)
                 benchlib.write_csv("moe_layer_breakdown.csv", kernels)
-        if args.layer:
-            for tokens in args.tokens:
-                layers += layer_rows(shape, tokens)
-                torch.cuda.empty_cache()
-                benchlib.write_csv("moe_layer_whole.csv", layers)
     benchlib.print_table(kernels, ["shape", "tokens", "kernel", "calls", "ms", "floor_ms", "% of floor"])
     benchlib.print_table(
         rows,
         [c for c in rows[0] if not c.startswith(("dense", "copy"))],
     )
-    if layers:
-        benchlib.print_table(layers, list(layers[0]))
     print(benchlib.write_csv("moe_layer.csv", rows))
     print(benchlib.write_csv("moe_layer_breakdown.csv", kernels))
 

@@ -273,7 +273,12 @@ REFUSALS = {
         "token_group_alignment must be one of (1, 16, 32), got 12",
     ),
     "recipe": (WITH_CONFIG_MODULE + '[fp8moe]\nrecipe = "rowise"\n', [], "fp8moe.recipe must be one of"),
-    "mistyped key": (WITH_CONFIG_MODULE + "[fp8moe]\nfqn = []\n", [], "Invalid field names"),
+    "mistyped key": (
+        WITH_CONFIG_MODULE + "[fp8moe]\nfqn = []\n",
+        [],
+        '[fp8moe] has no key "fqn"; is "fqns" meant? Its keys are: recipe, fqns, exclude_fqns, ',
+    ),
+    "unknown key": (WITH_CONFIG_MODULE + "[fp8moe]\nx = 1\n", [], '[fp8moe] has no key "x". Its keys are: recipe, '),
     "TOML syntax": ("[model\n", [], "Expected ']'"),
     "config module": (WITH_CONFIG_MODULE.replace("titan_fp8moe.", "titan_fp8me."), [], "No module named 'titan_fp8me'"),
     "dense model": (DEBUG_TOML, ["--model.name=llama3"], "the model has no experts to convert"),

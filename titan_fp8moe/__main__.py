@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import difflib
 import importlib
 import importlib.metadata
 import json
@@ -12,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -30,6 +32,7 @@ from torchtitan.tools.utils import set_default_dtype
 import titan_fp8moe
 from titan_fp8moe import converter, environment, ops, training_run
 from titan_fp8moe.float8 import is_hopper
+from titan_fp8moe.job_config import FP8MoE
 
 MIN_SQNR_DB = 22.0
 """Below this a whole experts op is wrong: exact arithmetic on e4m3 operands gives 23.6 dB on normal data."""
@@ -172,14 +175,23 @@ def _check_readable(toml: str) -> None:
         raise Refusal(f"no such file: {toml}")
     try:
         with open(toml, "rb") as file:
-            section = tomllib.load(file).get(converter.CONVERTER_NAME, {})
+            table = tomllib.load(file)
     except OSError as error:
         raise Refusal(f"the file cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise Refusal(f"the file is not TOML: {error}") from error
+    section, job = table.get(converter.CONVERTER_NAME, {}), table.get("job", {})
     if not isinstance(section, dict):
         # torchtitan ignores it with a warning.
         raise Refusal(f"fp8moe must be a table, [fp8moe] and keys below it, got fp8moe = {section!r}")
+    if not isinstance(job, dict) or job.get("custom_config_module") != "titan_fp8moe.job_config":
+        return  # the section may be of the user's own making
+    keys = [field.name for field in fields(FP8MoE)]
+    for key in section:
+        if key not in keys:
+            near = difflib.get_close_matches(key, keys, 1)
+            meant = f'; is "{near[0]}" meant?' if near else "."
+            raise Refusal(f'[fp8moe] has no key "{key}"{meant} Its keys are: {", ".join(keys)}')
 
 
 def _check_registration(job_config: JobConfig) -> None:
